@@ -166,7 +166,7 @@ class _Rows:
             pad = getattr(self._passes.root.config, "pad_token_id", None)
             ids[run.row, -run.padding :] = pad or 0
             options["attention_mask"][run.row, -run.padding :] = 0
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs as well
         with self._passes.embedded(changed), self._mode, torch.set_grad_enabled(run.gradient):
             if run.prefill:
                 ends = range(run.prefill, ids.shape[1] + 1)

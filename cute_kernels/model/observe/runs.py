@@ -95,8 +95,8 @@ def observe(model: nn.Module, root: nn.Module, devices: set[str]) -> Observation
 
     with torch.random.fork_rng(devices=[]), watch.following():
         with torch.no_grad():
-            for length in _LENGTHS:
-                run(1, length)
+            # The first pass makes what a model makes once, like tables of positions.
+            run(1, _LENGTHS[1])
             with watch.steps() as of_one:
                 run(1, _LENGTHS[0])
             with watch.steps() as of_three:

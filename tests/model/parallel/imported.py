@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.optim
-from transformers import generation  # noqa: F401
-
-from cute_kernels.integrations import expert_parallel, grouped_tensor_parallel  # noqa: F401
-from cute_kernels.model import parallel, patch  # noqa: F401
 from tests.model.parallel import rank
 
-for _family in rank.DEGREES:
-    importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
-for _system in ("gemm", "logp", "moe", "norm", "rowwise", "sparse_attn"):
-    importlib.import_module(f"cute_kernels.{_system}.cpu")
+NAMES = [
+    "cute_kernels.integrations.expert_parallel",
+    "cute_kernels.integrations.grouped_tensor_parallel",
+    "cute_kernels.model.parallel.api",
+    "transformers.generation",
+    *(f"cute_kernels.{n}.cpu" for n in ("gemm", "logp", "moe", "norm", "rowwise", "sparse_attn")),
+    *(f"transformers.models.{name}.modeling_{name}" for name in rank.DEGREES),
+]
+for _name in NAMES:
+    importlib.import_module(_name)

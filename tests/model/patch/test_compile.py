@@ -15,13 +15,12 @@ from cute_kernels.runtime import dispatch, plan_cache
 from tests.contract import same_bytes
 from tests.model.patch import families
 
-LAYERS = 2
 #: Operations of torch whose host part needs values, and ops of ours that read a device.
 WAITS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 OUR_WAITS = ("seen_columns", "kv_ranges", "varlen_offsets", "cut_kv_ranges")
 #: Copies that no author wrote.
 COPIES = ("clone", "copy", "copy_", "contiguous", "_to_copy")
-#: Calls of our ops in a Llama: for each layer, and besides.
+#: Calls of our ops in a Llama: in each layer, and besides.
 FORWARD = {
     "linear": (7, 1),
     "norm": (1, 1),
@@ -94,8 +93,8 @@ def ours(calls: Counter) -> dict[str, int]:
     return {n.split(".")[1]: k for n, k in calls.items() if n.startswith("cute_kernels.")}
 
 
-def expected(table: dict[str, tuple[int, int]]) -> dict[str, int]:
-    return {name: LAYERS * layer + besides for name, (layer, besides) in table.items()}
+def expected(table: dict[str, tuple[int, int]], layers: int = 1) -> dict[str, int]:
+    return {name: layers * layer + besides for name, (layer, besides) in table.items()}
 
 
 def assert_nothing_waits(calls: Counter) -> None:
@@ -109,7 +108,7 @@ def assert_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def patched(name: str = "llama", layers: int = LAYERS, **options: bool) -> torch.nn.Module:
+def patched(name: str = "llama", layers: int = 1, **options: bool) -> torch.nn.Module:
     net = families.model(name, num_hidden_layers=layers)
     ck.patch(net, strict=True, **options)
     return net
@@ -159,7 +158,7 @@ def counted_plans(monkeypatch) -> list[str]:
 def test_graphs_of_training(graphs, name):
     """What inductor would get, run op by op; sliding windows wait for nothing."""
     backend, calls = graphs
-    net = patched(name, 1).train()
+    net = patched(name).train()
     assert_steps_agree(net, torch.compile(net, fullgraph=True, dynamic=True, backend=backend))
     for graph in calls.values():
         assert_nothing_waits(graph)
@@ -186,7 +185,7 @@ def test_calls_of_a_training_step(graphs, monkeypatch):
 def test_the_count_sees_a_mask(graphs):
     """Position ids of a caller may hold packs: the graph makes a mask and waits for its ranges."""
     backend, calls = graphs
-    run = torch.compile(patched(layers=1), backend=backend)
+    run = torch.compile(patched(), backend=backend)
     with torch.no_grad():
         run(families.ids(2, 24), use_cache=False, position_ids=torch.arange(24)[None])
     assert ours(calls["forward"])["seen_columns"] == 1
@@ -197,14 +196,14 @@ def test_the_count_sees_a_mask(graphs):
 def test_decoding(graphs):
     """One token more in a static cache: the calls of a step, and one graph for all tokens."""
     backend, calls = graphs
-    net, tokens = patched(), families.ids(2, 9)
+    net, tokens = patched(layers=2), families.ids(2, 9)
     cache = transformers.StaticCache(config=net.config, max_cache_len=32)
     run = torch.compile(net, backend=backend)
     with torch.no_grad():
         net(tokens, past_key_values=cache, use_cache=True)
         for _ in range(2):
             run(tokens[:, :1], past_key_values=cache, use_cache=True)
-    assert ours(calls["forward"]) == expected(DECODING)
+    assert ours(calls["forward"]) == expected(DECODING, layers=2)
     assert not [name for name in WAITS if calls["forward"][name]]
     assert_one_graph()
 
@@ -212,7 +211,7 @@ def test_decoding(graphs):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_inductor(name):
-    net = patched(name, 1)
+    net = patched(name)
     run = compiled(net)
     for shape in SHAPES:
         tokens = families.ids(*shape)
@@ -225,7 +224,7 @@ def test_inductor(name):
 
 @pytest.mark.nightly
 def test_main_grads():
-    net = patched("gemma3", 1, main_grad=True).train()
+    net = patched("gemma3", main_grad=True).train()
     assert_steps_agree(net, torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager"))
     assert all(p.grad is None for p in net.parameters())
 
@@ -233,7 +232,7 @@ def test_main_grads():
 @pytest.mark.nightly
 def test_without_the_options_bytes_differ():
     """The mutant: inductor keeps fp32 inside of what it fuses, here a chain of residuals."""
-    net, tokens = patched("gpt_neox", 1), families.ids(2, 21)
+    net, tokens = patched("gpt_neox"), families.ids(2, 21)
     run = compiled(net, emulate_precision_casts=False)
     assert not same_bytes(families.logits(run, tokens), families.logits(net, tokens))
 
@@ -242,7 +241,7 @@ def test_without_the_options_bytes_differ():
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generate_with_a_static_cache(name):
     """transformers' decoding step, compiled, against eager with a dynamic cache."""
-    net, tokens = patched(name, 1), families.ids(2, 17)
+    net, tokens = patched(name), families.ids(2, 17)
     given = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
     want = net.generate(tokens, return_dict_in_generate=True, **given)
     net.forward = torch.compile(net.forward, fullgraph=True, options=ck.compile_options())
@@ -263,7 +262,7 @@ def test_guards_on_a_model_stay():
 
     ck.compile_options()["max_autotune"] = True
     assert "max_autotune" not in ck.compile_options()  # a caller's own
-    net, tokens = patched(layers=1), families.ids(2, 5)
+    net, tokens = patched(), families.ids(2, 5)
     run = torch.compile(net, backend="eager", options={"guard_filter_fn": keep})
     with torch.no_grad():
         for eps in (1e-6, 0.5):

@@ -17,6 +17,12 @@ from tests.model.patch import all_causal_lms, families
 from tests.model.patch.families import HOLDERS, POSITIONS, TOKENS, Watch, agree, step
 
 each = pytest.mark.parametrize("name", families.FAMILIES)
+#: A layer with a window and one without; other families have layers of one kind.
+LAYERS = {"gemma2": 2, "gemma3": 2}
+
+
+def tiny(name: str) -> torch.nn.Module:
+    return families.model(name, num_hidden_layers=LAYERS.get(name, 1))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,7 @@ def patched():
 
     def get(name: str):
         if name not in made:
-            net = families.model(name)
+            net = tiny(name)
             made[name] = net, ck.patch(net, strict=True)
         return made[name]
 
@@ -55,9 +61,9 @@ def test_parts_and_ops(patched, name):
     assert watch.found == set() and len(watch.ours) >= 5
     for kind, (op, having) in HOLDERS.items():
         count = sum(one.by == classes.FORWARDS[kind].by for one in report.replaced)
-        assert count == 2 * (name in having), kind
+        assert count == LAYERS.get(name, 1) * (name in having), kind
         assert (op in watch.ours) == (name in having), kind
-    net, tokens = families.model(name).train(), families.ids()
+    net, tokens = tiny(name).train(), families.ids()
     ck.patch(net)
     with Watch() as watch:
         net(tokens, labels=tokens, use_cache=False).loss.backward()
@@ -82,7 +88,7 @@ def labels() -> torch.Tensor:
 @each
 def test_values(patched, name):
     """Loss, logits and gradients: about as near to float64 as those of the model in bf16."""
-    plain, found, every = families.model(name), {}, families.ids()
+    plain, found, every = tiny(name), {}, families.ids()
     nets = {"ours": patched(name)[0], "torch's": plain, "exact": families.exact(plain)}
     for kind, net in nets.items():
         logits = families.logits(net, every).double()
@@ -142,7 +148,7 @@ def test_one_launch_has_the_bytes_of_its_steps(name, monkeypatch):
 @each
 def test_state_and_back(name):
     """Keys, order, bytes and parameters' identity, patched; classes and logits, unpatched."""
-    net = families.model(name)
+    net = tiny(name)
     before = {k: v.clone() for k, v in net.state_dict().items()}
     parameters = {n: id(p) for n, p in net.named_parameters()}
     kinds = [type(m) for m in net.modules()]
@@ -166,8 +172,8 @@ def test_state_and_back(name):
 @each
 def test_norms_compute_their_own_formula(name):
     """At inputs about as large as the root of eps, where another eps would show."""
-    net = families.model(name).float()
-    plain = dict(families.model(name).double().named_modules())
+    net = tiny(name).float()
+    plain = dict(tiny(name).double().named_modules())
     ck.patch(net)
     generator = torch.Generator().manual_seed(2)
     count = 0
@@ -178,7 +184,7 @@ def test_norms_compute_their_own_formula(name):
         x = torch.randn(5, module.weight.shape[0], generator=generator) * 2e-3
         want = plain[at](x.double())
         assert (module(x).double() - want).abs().max() <= 1e-5 * want.abs().max(), at
-    assert count >= 5
+    assert count >= 3
 
 
 def test_elements_differ_by_their_place():
@@ -209,7 +215,7 @@ def test_audits(patched, name):
     """What is found in the unpatched model is at modules that a patch replaces, or at attention."""
     report = ck.audit(patched(name)[0], sequences(), gradients=False)
     assert report.ok, str(report)
-    report = ck.audit(families.model(name), sequences(), gradients=False)
+    report = ck.audit(tiny(name), sequences(), gradients=False)
     assert not report.ok and report.first is not None
 
 

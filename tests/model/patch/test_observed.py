@@ -10,6 +10,7 @@ import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
+from cute_kernels.model.observe import runs as observed
 from cute_kernels.model.patch import state
 from cute_kernels.model.patch.forwards import modes
 from tests.contract import same_bytes
@@ -31,23 +32,25 @@ def test_the_report_says_which_ops_ran():
 
 def test_layers_that_are_passed_over_are_said():
     """The second observation runs two of a kind; what they run is said of each."""
-    net = llama(5)
+    net = llama(3)
     for layer in net.model.layers:
         layer.mlp = After(layer.mlp, lambda y: y * y.square().mean(-1, keepdim=True))
     report = ck.patch(net, strict=True)
     names = {one.name for one in report.replaced if one.part == "After"}
-    assert names == {f"model.layers.{i}.mlp" for i in range(5)}
+    assert names == {f"model.layers.{i}.mlp" for i in range(3)}
     ran = {name for name, op in report.ran if name.endswith("q_proj") and op == "linear"}
-    assert ran == {f"model.layers.{i}.self_attn.q_proj" for i in range(5)}
+    assert ran == {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}
 
 
-def test_an_observation_leaves_the_model_alone():
-    net, calls = changed(llama, lambda y: y * 1), []
+def test_an_observation_leaves_the_model_alone(monkeypatch):
+    """And generators, those of GPUs too, which the observation does not restore."""
+    net, calls, seeds = changed(llama, lambda y: y * 1), [], []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     net.model.norm.register_forward_hook(lambda *_: calls.append(1))
     before = {name: p.clone() for name, p in net.named_parameters()}
     random = torch.get_rng_state()
     ck.patch(net, strict=True)
-    assert calls == [] and same_bytes(torch.get_rng_state(), random)
+    assert calls == seeds == [] and same_bytes(torch.get_rng_state(), random)
     for name, parameter in net.named_parameters():
         assert parameter.grad is None and parameter.requires_grad
         assert same_bytes(parameter, before[name])
@@ -56,13 +59,16 @@ def test_an_observation_leaves_the_model_alone():
 
 
 def test_weights_take_no_memory():
-    """A model of 50 GB on meta is observed; activations, which are not on meta, are small."""
+    """A model on meta is observed, in a copy whose weights are a part in a thousand of its own."""
     with torch.device("meta"):
         config = transformers.GraniteConfig(
-            hidden_size=1 << 15, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-            vocab_size=1 << 17, intermediate_size=1 << 17, num_hidden_layers=1,
+            hidden_size=1 << 12, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+            vocab_size=1 << 14, intermediate_size=1 << 14, num_hidden_layers=1,
         )  # fmt: skip
         net = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    copied = observed.replica(net).parameters()
+    held = sum(p.untyped_storage().nbytes() for p in copied)
+    assert 0 < 1000 * held < sum(p.nbytes for p in net.parameters())
     report = ck.patch(net)
     assert report.complete, str(report)
 
