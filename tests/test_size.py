@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/kernels": (363, ""),
     "tests/logp": (6245, ""),
     "tests/mhc": (7302, ""),
-    "tests/model": (10479, ""),
+    "tests/model": (10548, ""),
     "tests/moe": (4142, ""),
     "tests/norm": (2023, ""),
     "tests/option_table": (1323, ""),
