@@ -11,13 +11,9 @@ import torch.nn.functional as F
 import cute_kernels as ck
 from cute_kernels import mhc, systems
 from cute_kernels.integrations import flex
-from cute_kernels.runtime import plan_cache
-from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.public_calls import CASES, IDS, leaves_of, results_of
-from tests.runtime.cached_calls import CASES as CACHED
 from tests.runtime.cached_calls import drawn
-from tests.runtime.pretended_sm90 import pretended, simulated
 
 FP32 = torch.float32
 _fp32 = functools.partial(drawn, dtype=FP32)
@@ -224,21 +220,3 @@ def test_products_of_no_terms_are_contiguous(per_row):
     y.add_(1)
     if not per_row:
         assert same_bytes(ck.linear(x, weight, bias) + 1, y)
-
-
-@requires_sim
-@pytest.mark.parametrize("name", ["linear of three dimensions", "rms_norm", "layer_norm"])
-def test_first_and_cached_calls_on_sm90(monkeypatch, name):
-    run, shape = CACHED[name]
-
-    def step(write) -> torch.Tensor:
-        x = drawn(*shape, seed=5).requires_grad_()
-        y = run(x)
-        factor = drawn(*y.shape, seed=6)
-        return torch.autograd.grad(write(y, factor), x, drawn(*y.shape, seed=9))[0]
-
-    with pretended(monkeypatch), simulated():
-        copied = step(torch.mul)
-        plan_cache.clear()
-        written = [step(torch.Tensor.mul_) for _ in range(2)]
-    assert all(same_bytes(copied, each) for each in written)

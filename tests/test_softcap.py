@@ -17,15 +17,12 @@ from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn import checks as attention_checks
 from cute_kernels.sparse_attn.api import kv_ranges, sequence_attention
 from tests.option_table import calls
+from tests.runtime.cached_calls import drawn
 
 BF16, FP32 = torch.bfloat16, torch.float32
 #: The largest cap, and the most by which a capped value is off in parts of its cap.
 MOST, ERROR = 1024.0, 2.0**-21
 BACKENDS = (arch.CPU, arch.CUTE_SM90, arch.TRITON)
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 Q, K = drawn(1, 9, 2, 64, seed=1), drawn(1, 9, 1, 64, seed=2)

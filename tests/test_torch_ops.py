@@ -16,12 +16,9 @@ from cute_kernels.gemm import op
 from cute_kernels.runtime import plan_cache, torch_ops
 from tests.contract import same_bytes
 from tests.public_calls import CASES, leaves_of, results_of
+from tests.runtime.cached_calls import drawn
 
 BF16 = torch.bfloat16
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def linear(x):

@@ -22,12 +22,9 @@ from tests.oracles import rowwise
 from tests.oracles.error_bounds import Near, U, exact
 from tests.ranks import threads as threaded_ranks
 from tests.rowwise.triton_cases import ULPS
+from tests.runtime.cached_calls import drawn
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def leaf(t: torch.Tensor | None) -> torch.Tensor | None:

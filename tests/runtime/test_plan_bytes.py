@@ -17,7 +17,7 @@ from cute_kernels.sparse_attn.kv_ranges import ranges
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import CASES, attention, drawn, one_mask, rewritten
-from tests.runtime.pretended_sm90 import pretended, simulated
+from tests.runtime.pretended_sm90 import idle, pretended, simulated
 
 pytestmark = [requires_sim, pytest.mark.sim]
 
@@ -116,7 +116,7 @@ def require_one_plan(planned: list[str], run) -> None:
     assert not same_bytes(later[0][0], later[1][0])
 
 
-@pytest.mark.parametrize("name", by_day(BACKWARDS, "attention, softcap"))
+@pytest.mark.parametrize("name", by_day(BACKWARDS, "attention, softcap", "pack"))
 def test_a_backward_is_planned_once_with_the_bytes_of_each_plan(planned, name):
     require_one_plan(planned, lambda seed: results(*BACKWARDS[name], seed))
 
@@ -142,6 +142,23 @@ def test_gradients_of_a_norms_weight_are_planned_once(launched, norm, added):
         return y.detach(), torch.autograd.grad(y, weight, drawn(*y.shape, seed=9))[0]
 
     require_one_plan(launched, run)
+
+
+@pytest.mark.parametrize("name", ["linear of three dimensions", "rms_norm", "layer_norm"])
+def test_results_of_first_and_cached_calls_may_be_written_in_place(launched, name):
+    run, shape = CASES[name]
+
+    def step(write) -> torch.Tensor:
+        x = drawn(*shape, seed=5).requires_grad_()
+        y = run(x)
+        factor = drawn(*y.shape, seed=6)
+        return torch.autograd.grad(write(y, factor), x, drawn(*y.shape, seed=9))[0]
+
+    with simulated():
+        copied = step(torch.mul)
+        plan_cache.clear()
+        written = [step(torch.Tensor.mul_) for _ in range(2)]
+    assert all(same_bytes(copied, each) for each in written)
 
 
 def by_numpy(into: torch.Tensor, spans: torch.Tensor) -> None:
@@ -228,18 +245,27 @@ def test_the_gradient_of_sinks_has_the_zeros_of_several_runs():
     assert not one.any() and same_bytes(one, sink_gradient(several))
 
 
-def test_other_packs_share_a_plan_and_other_windows_do_not(planned):
-    """Where sequences lie is read on the device."""
+def other_packs(planned, kernels) -> list[tuple[torch.Tensor, ...]]:
+    """Results of a pack, of another with its plan, of that with another window and planned anew."""
     other = {"lengths": (30, 130, 100)}
-    with simulated():
-        first = results(packed, (260, 128))
-        count = len(planned)
-        shared = results(lambda x: packed(x, **other), (260, 128))
-        assert len(planned) == count
-        window = results(lambda x: packed(x, window_size=(40, 0)), (260, 128))
+    with kernels:
+        out, count = [results(packed, (260, 128))], len(planned)
+        out += [results(lambda x: packed(x, **other), (260, 128))]
+        assert len(planned) == count > 0
+        out += [results(lambda x: packed(x, window_size=(40, 0)), (260, 128))]
         assert len(planned) > count
         plan_cache.clear()
-        anew = results(lambda x: packed(x, **other), (260, 128))
+        return [*out, results(lambda x: packed(x, **other), (260, 128))]
+
+
+def test_other_packs_share_a_plan_and_other_windows_do_not(planned):
+    """Their bytes: the next test."""
+    other_packs(planned, idle())
+
+
+@pytest.mark.nightly
+def test_a_shared_plan_reads_where_sequences_lie_on_the_device(planned):
+    first, shared, window, anew = other_packs(planned, simulated())
     assert all(map(same_bytes, shared, anew))
     assert not any(map(same_bytes, first, shared)) and not any(map(same_bytes, first, window))
 

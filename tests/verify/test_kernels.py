@@ -66,12 +66,14 @@ def edited(artefacts, part, old, new):
         ("float atomic", "A1", True),
         ("float swap", "A1", False),
         ("clock", "A2", True),
-        ("smid", "A2", True),
+        ("smid", "A2", False),
     ],
 )
 def test_class_a_mutants_fail(extra, rule, in_sass):
+    """Two of them in SASS too; `test_edits_of_text_fail` has it of each register."""
     assert check_a(elementwise(), PLAIN) == ()  # with an integer atomic
-    out = check_a(elementwise(extra), PLAIN)
+    kernel = (made if in_sass else made_of_ptx)(kernels.compile_elementwise, extra)
+    out = check_a(kernel, PLAIN)
     assert rules(out) == {rule}
     assert any("PTX" in f.where for f in out)
     assert any("SASS" in f.where for f in out) == in_sass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from perf.attention import bench, rivals
 from perf.core import record, timing
@@ -138,36 +137,6 @@ def test_a_lost_device_ends_the_run(known):
 
     with pytest.raises(Lost, match="no such tile; then the device: an illegal memory"):
         run([stand_ins.case("full")], options(["raises"], finish=dead, check_only=True))
-
-
-def test_times_come_from_the_calls_of_each_system(known):
-    """On a clock that only the calls move, each gets its own time."""
-    from tests.perf.core.clocks import FakeClock
-
-    clock, cost = FakeClock(), {"ours": 40.0, "ours_unordered": 30.0, "right": 50.0}
-
-    def slow(name):
-        def start(which):
-            def begin(problem):
-                call = rivals.RIVALS["ours"].start[which](problem)
-
-                def run(t):
-                    clock.now += cost[name]
-                    return call(t)
-
-                return run
-
-            return begin
-
-        return start
-
-    for name in cost:
-        known[name] = stand_ins.system(name, slow(name), promised=True)
-    run_options = options(cost, passes=["bwd"], clock=clock, rounds=6)
-    bodies, _ = run([stand_ins.case("full")], run_options)
-    assert {b["system"]: b["median_us"] for b in bodies} == cost
-    assert bodies[0]["ratio"] == {"ours_unordered": 0.75, "right": 1.25}
-    assert torch.tensor(clock.sleeps).eq(20_000.0).all()
 
 
 def test_a_ratio_is_taken_within_each_round():

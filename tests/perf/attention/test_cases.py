@@ -71,12 +71,8 @@ def test_the_sequences_of_a_pack_are_drawn_as_trainers_fill_rows():
         ([], {}, targets.cases()),
         ([], {"quick": True}, targets.cases(quick=True)),
         ([], {"d": [192, 256]}, targets.WIDE),
-        ([], {"d": [192], "quick": True}, []),
         ([], {"held_out": True}, targets.HELD_OUT),
-        (["causal"], {"d": [96], "held_out": True}, [("causal", 8192, 96, 16, 16)]),
         (["pack"], {}, targets.PACKS),
-        (["pack"], {"quick": True}, []),
-        ([], {"d": [96]}, []),
         (
             ["full", "causal"],
             {"s": [2048], "d": [64], "heads": [16], "group": [4]},

@@ -265,9 +265,8 @@ MOST = {
     ("case", "names"),
     [
         ("64 by 64", None),
-        ("512 by 512", ("random 25%",)),
         ("query heads", ("causal",)),
-        pytest.param("512 by 512", ("full", "causal"), marks=pytest.mark.nightly),
+        pytest.param("512 by 512", ("random 25%", "full", "causal"), marks=pytest.mark.nightly),
         pytest.param("query heads", ("8 documents, split 0", "full"), marks=pytest.mark.nightly),
     ],
 )
