@@ -20,11 +20,9 @@ from tests.sparse_attn import against_float64
 
 SEED = 17
 DEVICE = "cuda"
-#: Marks of tests on the card.
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+#: Marks of a case on the card.
+GPU = [pytest.mark.gpu, NEEDS_GPU]
 
 
 class Problem(NamedTuple):

@@ -22,7 +22,7 @@ from tests import contract
 from tests.sparse_attn import simulated_bwd
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
-    GPU,
+    NEEDS_GPU,
     captured,
     check,
     exact,
@@ -42,7 +42,7 @@ from tests.sparse_attn.test_bwd_sm90 import (  # noqa: F401
     test_the_gradient_of_lse,
 )
 
-pytestmark = GPU
+pytestmark = [pytest.mark.gpu, NEEDS_GPU]
 DIMS = pytest.mark.parametrize("dim", HEAD_DIMS)
 #: Of one test: it compiles a few kernels (minutes on a loaded machine), and runs for seconds.
 LIMIT_S = 600

@@ -35,9 +35,9 @@ from tests.sparse_attn import (
 from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
-    GPU,
     HEADS,
     MASKS,
+    NEEDS_GPU,
     SEED,
     Problem,
     captured,
@@ -63,7 +63,7 @@ from tests.sparse_attn.test_sequences import (  # noqa: F401
     test_padding_on_either_side,
 )
 
-pytestmark = GPU
+pytestmark = [pytest.mark.gpu, NEEDS_GPU]
 NIGHT = pytest.mark.nightly
 #: The fixture of the tests of sequences.
 dim = test_sequences.dim

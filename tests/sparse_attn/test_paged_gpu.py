@@ -13,10 +13,10 @@ import torch
 
 import cute_kernels as ck
 from tests.contract import same_bytes
-from tests.sparse_attn.gpu_cases import GPU, captured, one_kernel, require_on_streams
+from tests.sparse_attn.gpu_cases import NEEDS_GPU, captured, one_kernel, require_on_streams
 from tests.sparse_attn.paged_cases import Batch, drawn
 
-pytestmark = GPU
+pytestmark = [pytest.mark.gpu, NEEDS_GPU]
 
 LENGTHS = [(1, 1500), (7, 400), (300, 300), (3, 2100), (1, 97), (16, 4100)]
 
