@@ -1,18 +1,28 @@
-"""What may surround a call of a public op: graphs, fakes, autocast, transforms, some gradients."""
+"""What may surround a call of a public op: processes, graphs, autocast, transforms, gradients."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.logp import op as logp_op
 from tests import public_calls
-from tests.contract import same_bytes
+from tests.contract import ROOT, same_bytes
+from tests.logp.cases import SETTINGS
+from tests.moe import layer
 from tests.public_calls import CASES, SITE, leaves_of, results_of
 from tests.runtime.cached_calls import drawn
 
@@ -28,14 +38,36 @@ def differentiable(name: str, leaves) -> list[torch.Tensor]:
     return [t for t in results_of(name, leaves) if t.requires_grad]
 
 
-def both_passes(name: str, leaves) -> list[torch.Tensor]:
+def both_passes(name: str, leaves, upstream=None) -> list[torch.Tensor]:
     """Results and the gradients of all leaves that need one."""
     out = results_of(name, leaves)
-    pairs = [pair for pair in zip(out, upstream_of(out), strict=True) if pair[0].requires_grad]
+    upstream = upstream_of(out) if upstream is None else upstream
+    pairs = [pair for pair in zip(out, upstream, strict=True) if pair[0].requires_grad]
     needed = [t for t in leaves if t.requires_grad]
     given, upstream = zip(*pairs, strict=True)
     grads = torch.autograd.grad(given, needed, upstream, materialize_grads=True)
     return [*(t.detach() for t in out), *grads]
+
+
+# ---- a fresh process -----------------------------------------------------------------------------
+
+
+def everything() -> dict[str, list[torch.Tensor]]:
+    """Both passes of every call, and a layer of experts."""
+    experts = layer.row_op()
+    results = {name: both_passes(name, leaves_of(name)) for name in CASES}
+    return results | {"experts": [experts.run(experts.rows(20, 5))]}
+
+
+def test_a_fresh_process_has_the_same_bytes(tmp_path):
+    """Of all public ops at once: a process costs seconds."""
+    code = f"import sys, torch, {__name__} as m; torch.save(m.everything(), sys.argv[1])"
+    environment = os.environ | {"PYTHONHASHSEED": "random"}
+    command = [sys.executable, "-c", code, str(tmp_path / "out.pt")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    got, want = torch.load(tmp_path / "out.pt"), everything()
+    assert got.keys() == want.keys()
+    assert [name for name in want if not all(map(same_bytes, got[name], want[name]))] == []
 
 
 # ---- graphs --------------------------------------------------------------------------------------
@@ -123,15 +155,61 @@ def test_autocast_casts_products_and_nothing_else(name, dtype):
     assert all(map(same_bytes, got, want))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_deterministic_algorithms_of_torch_change_nothing(name):
-    want = both_passes(name, leaves_of(name))
-    torch.use_deterministic_algorithms(True)
+@contextlib.contextmanager
+def setting(change, to, back):
+    """Inside, a setting of the process has another value than its default."""
+    change(to)
     try:
-        got = both_passes(name, leaves_of(name))
+        yield
     finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(map(same_bytes, got, want))
+        change(back)
+
+
+def in_fp32(name: str) -> Callable[[], list[torch.Tensor]]:
+    """Both passes with leaves of fp32, and with upstream gradients that are no normal numbers."""
+    dtype = BF16 if "attention" in name else FP32
+    leaves = [t.detach().to(dtype).requires_grad_() for t in leaves_of(name)]
+    upstream = upstream_of(results_of(name, leaves))
+    tiny = [g * 1e-39 for g in upstream]
+    if name == "mhc.connect":  # whose sublayer is torch's, which may flush
+        tiny = upstream
+    return lambda: both_passes(name, leaves, upstream) + both_passes(name, leaves, tiny)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_settings_of_the_process_do_not_show(name):
+    """Default dtype and device, subnormals, precision, deterministic algorithms, rounding modes."""
+    run = in_fp32(name)
+    want = run()
+    for change, to, back in SETTINGS:
+        with setting(change, to, back):
+            got = run()
+        assert all(map(same_bytes, got, want)), (change, to)
+
+
+def test_without_the_environment_the_rounding_mode_shows(monkeypatch):
+    run = in_fp32("linear_logp")
+    want = run()
+    monkeypatch.setattr(logp_op, "ieee_on", lambda t: contextlib.nullcontext())
+    with setting(*SETTINGS[-1]):
+        got = run()
+    assert not all(map(same_bytes, got, want))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_activation_checkpointing(name, reentrant):
+    def step(*leaves):
+        return tuple(t * 1.5 for t in results_of(name, [t * 2 for t in leaves]))
+
+    results = []
+    for run in (step, functools.partial(checkpoint, step, use_reentrant=reentrant)):
+        leaves = leaves_of(name)
+        out = run(*leaves)
+        given = [pair for pair in zip(out, upstream_of(out), strict=True) if pair[0].requires_grad]
+        torch.autograd.backward(*zip(*given, strict=True))
+        results.append([*(t.detach() for t in out), *(t.grad for t in leaves)])
+    assert all(map(same_bytes, *results))
 
 
 # ---- some gradients ------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def scale(
     checks.streams(n)
     checks.fp32("H", H, H)
     h = checks.of_tokens("H", H, mappings(n))
-    checks.fp32("ms", ms, H)
+    checks.fp32("ms", ms, H, "H")
     checks.gates(alpha, beta, H, n)
     for name, value, least in (("eps", eps, 0.0), ("pre_eps", pre_eps, 0.0)):
         checks.number(name, value, least)

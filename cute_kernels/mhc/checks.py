@@ -148,11 +148,11 @@ def mixed_dtype(name: str, t: object) -> None:
     checking.dtype(name, t.dtype, DTYPES)
 
 
-def fp32(name: str, t: object, like: torch.Tensor) -> None:
-    """Check for a tensor of fp32 on the device of ``like``, the argument x."""
+def fp32(name: str, t: object, like: torch.Tensor, of: str = "x") -> None:
+    """Check for a tensor of fp32 on the device of ``like``, the argument ``of``."""
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, (torch.float32,))
-    checking.same_device(name, t, "x", like)
+    checking.same_device(name, t, of, like)
 
 
 def x_of(x: object, n: int, layout: str, k: int | None = None, flat: bool = False) -> Rows:
@@ -288,13 +288,13 @@ def main_grads(
     mains = []
     for name, weight in weights.items():
         main = grads_by_name.get(name)
+        argument = f"main_grads[{name!r}]"
         if main is not None:
-            argument = f"main_grads[{name!r}]"
             if weight is None:
                 raise ArgumentValueError(expected(argument, f"none without {name}", "a tensor"))
             destination.check(main, weight, x, names=(argument, name))
         if weight is not None and not torch.compiler.is_compiling():
-            destination.check_values(x, weight, None, main)
+            destination.check_values(x, weight, None, main, argument=argument)
         mains.append(main)
     return mains
 

@@ -92,7 +92,7 @@ def _main_grad(name: str, main_grad: object, grad_of: str, operands: Operands) -
     if main_grad is not None:
         destination.check(main_grad, weight, operands.x, names=(name, grad_of))
     if not torch.compiler.is_compiling():
-        destination.check_values(operands.x, weight, None, main_grad)
+        destination.check_values(operands.x, weight, None, main_grad, argument=name)
 
 
 def _number(name: str, value: object) -> float:

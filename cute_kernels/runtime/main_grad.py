@@ -61,6 +61,7 @@ def check_values(
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
     name: str = "x",
+    argument: str = "main_grad",
 ) -> None:
     """Check values that only true tensors have; costs nothing without a main_grad."""
     if main_grad is None:
@@ -69,7 +70,7 @@ def check_values(
         return
     if main_grad.is_neg():
         want = "memory that holds its values (it is updated in place)"
-        raise ArgumentValueError(expected("main_grad", want, "a negated view"))
+        raise ArgumentValueError(expected(argument, want, "a negated view"))
     if checking.autocast(x.device) and (written := checking.in_memory(main_grad)) is not None:
         # The op sees what autocast makes of them.
         read = {name: x, "weight": weight, "bias": bias}

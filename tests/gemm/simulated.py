@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from unittest import mock
 
 import ptxsim
 from cute_kernels.gemm import config, launch, tiles
@@ -56,12 +57,8 @@ def simulated(
     if tile is not None:
         choices = ("choose", "skinny") if skinny else ("choose", "dense")
         patches |= {(tiles, name): lambda *product: tile for name in choices}
-    before = {(module, name): getattr(module, name) for module, name in patches}
-    for (module, name), value in patches.items():
-        setattr(module, name, value)
-    try:
-        with ptxsim.options(**options):
-            yield
-    finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in patches.items():
+            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(ptxsim.options(**options))
+        yield

@@ -11,10 +11,8 @@ import cute_kernels as ck
 from cute_kernels import errors
 from cute_kernels.errors import (
     AliasError,
-    ArgumentTypeError,
     ArgumentValueError,
     BackendUnavailable,
-    DeviceError,
     DtypeError,
     ShapeError,
     UnsupportedTransformError,
@@ -40,10 +38,6 @@ def w(**options):
 
 def grad(**options):
     return t(N, K, **({"dtype": FP32} | options))
-
-
-def sparse():
-    return torch.eye(K).to_sparse()
 
 
 def nested(width: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -89,44 +83,19 @@ CASES = [
     ("matmul a 1-D", mm(t(K), t(K, N)), ShapeError, ["a", "2 dimensions [M, K]"]),
     ("matmul b 3-D", mm(x(), t(2, K, N)), ShapeError, ["b", "2 dimensions"]),
     # dtypes
-    ("x fp8", lin(x(dtype=torch.float8_e4m3fn), w()), DtypeError, ["x", "float8_e4m3fn"]),
     ("bf16 and fp16", lin(x(), w(dtype=FP16)), DtypeError, ["weight", "bfloat16", "float16"]),
-    ("bias fp32", lin(x(), w(), t(N, dtype=FP32)), DtypeError, ["bias", "bfloat16", "float32"]),
     ("matmul dtypes", mm(x(), t(K, N, dtype=FP16)), DtypeError, ["b", "bfloat16", "float16"]),
-    ("matmul fp64", mm(x(dtype=torch.float64), t(K, N)), DtypeError, ["a", "float64"]),
-    # types
-    ("x a list", lin([[1.0] * K], w()), ArgumentTypeError, ["x", "torch.Tensor", "list"]),
-    ("weight a module", lin(x(), torch.nn.Linear(K, N)), ArgumentTypeError, ["weight", "Linear"]),
-    ("bias True", lin(x(), w(), True), ArgumentTypeError, ["bias", "torch.Tensor", "bool"]),
-    ("main_grad True", lin(x(), w(), main_grad=True), ArgumentTypeError, ["main_grad", "bool"]),
-    ("matmul b None", mm(x(), None), ArgumentTypeError, ["b", "NoneType"]),
-    ("x sparse", lin(sparse(), w(dtype=FP32)), ArgumentTypeError, ["x", "dense", "sparse_coo"]),
-    ("bias nested", lin(x(), w(), nested(N)), ArgumentTypeError, ["bias", "dense", "nested"]),
-    ("matmul nested", mm(x(), nested(K)), ArgumentTypeError, ["b", "dense", "a nested tensor"]),
-    ("grad nested", into(nested(K, FP32)), ArgumentTypeError, ["main_grad", "a nested tensor"]),
     # bias
     ("bias [N+1]", lin(x(), w(), t(N + 1)), ShapeError, ["bias", "[10]", "[11]"]),
     ("bias [1, N]", lin(x(), w(), t(1, N)), ShapeError, ["bias", "1 dimension [N]", "[1, 10]"]),
     # order
     ("order tre", lin(x(), w(), order="tre"), ArgumentValueError, ["order", "'chain'", "'tree'"]),
-    ("order None", lin(x(), w(), order=None), ArgumentValueError, ["order", "'chain'", "None"]),
     ("matmul order", mm(x(), t(K, N), order="fast"), ArgumentValueError, ["order", "'fast'"]),
     # main_grad
-    ("grad [K, N]", into(t(K, N, dtype=FP32)), ShapeError, ["main_grad", "[10, 8]"]),
-    ("grad bf16", into(grad(dtype=BF16)), DtypeError, ["main_grad", "float32"]),
-    ("a leaf", into(grad().requires_grad_()), ArgumentValueError, ["main_grad", "requires_grad=F"]),
-    ("grad meta", into(grad(device="meta")), DeviceError, ["main_grad", "meta"]),
-    ("negated", into(torch._neg_view(grad())), ArgumentValueError, ["main_grad", "a negated view"]),
-    ("expanded", into(t(1, K, dtype=FP32).expand(N, K)), AliasError, ["main_grad", "distinct"]),
     ("rows", into(BUFFER.as_strided((N, K), (K - 1, 1))), AliasError, ["main_grad", "(7, 1)"]),
-    ("is weight", into(inside(0), None, inside(0)), AliasError, ["main_grad", "alias of weight"]),
     ("at weight", into(inside(N * K - 1), None, inside(0)), AliasError, ["alias of weight"]),
     ("at x", into(inside(4), inside(0)), AliasError, ["main_grad", "alias of x"]),
     ("at bias", into(inside(0), None, None, BUFFER[:N]), AliasError, ["alias of bias"]),
-    # devices
-    ("weight on meta", lin(x(), w(device="meta")), DeviceError, ["weight", "cpu", "meta"]),
-    ("bias on meta", lin(x(), w(), t(N, device="meta")), DeviceError, ["bias", "cpu", "meta"]),
-    ("matmul devices", mm(x(), t(K, N, device="meta")), DeviceError, ["b", "cpu", "meta"]),
     # few rows
     ("129 rows", few(t(129, K), w()), ShapeError, ["x", "128", "linear(order='tree')", "129"]),
     ("3 x 64 rows", few(t(3, 64, K), w()), ShapeError, ["x", "at most 128 rows", "192"]),
@@ -138,12 +107,7 @@ CASES = [
     ("bias 3-D", few(t(2, 3, K), w(), t(2, 3, N)), ShapeError, ["bias", "1 dimension"]),
     ("bias of 7 rows", few(t(2, 3, K), w(), t(7, N)), ShapeError, ["bias", "[6, 10]"]),
     ("bias fp16", few(x(), w(), t(M, N, dtype=FP16)), DtypeError, ["bias", "16"]),
-    ("few, x int", few(x(dtype=torch.int32), w()), DtypeError, ["x", "int32"]),
     ("few, mixed", few(x(), w(dtype=FP16)), DtypeError, ["weight", "float16"]),
-    ("few, devices", few(x(), w(device="meta")), DeviceError, ["weight", "meta"]),
-    ("few, a list", few([[1.0] * K], w()), ArgumentTypeError, ["x", "list"]),
-    ("few, bias sparse", few(x(), w(), t(N).to_sparse()), ArgumentTypeError, ["bias", "dense"]),
-    ("deterministic", few(x(), w(), deterministic=1), ArgumentTypeError, ["deterministic", "int"]),
     # queries
     ("unknown op", lambda: ck.guarantees("lstm"), ArgumentValueError, ["op", "'linear'", "'lstm'"]),
     ("unknown op id", lambda: ck.contract_id("x"), ArgumentValueError, ["op", "'matmul'"]),

@@ -26,12 +26,8 @@ def certify(kernel, kind: str = "A", expect: Expect = EXPECT):
     return certified.certify(kernel, kind, expect)
 
 
-def sort_of(entry) -> tuple:
-    """Each kernel and order: one is compiled for every commit."""
-    return entry.kernel.name, dict(entry.kernel.constexpr).get("order")
-
-
-SAMPLE = certified.first_of(CATALOGUE, sort_of)
+#: One configuration of each kernel is compiled for every commit.
+SAMPLE = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +128,6 @@ def test_each_width_has_its_instruction():
     """All tiles are certified, each for the matrix instruction of its own width and no other."""
     meant = {e.mma for kernel, _, e in CATALOGUE if kernel.name == "gemm_sm90"}
     assert meant == {f"64x{width}x16" for width in tiles.DENSE_COST}
-    narrow = entry("plain", tile_n=128)
-    assert certified.read(narrow, "A", NARROW).ok
-    assert {f.rule for f in certified.read(narrow, "A", EXPECT).findings} == {"R5"}
 
 
 @pytest.mark.mutants

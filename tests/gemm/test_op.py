@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch.library import opcheck
@@ -96,26 +94,6 @@ def test_autocast_casts_nothing_in_the_op_of_a_backward():
     with torch.autocast("cpu", torch.bfloat16):
         inside = op.linear_dx(torch.ones(2, N), w.detach(), ORDER)
     assert same_bytes(inside, op.linear_dx(torch.ones(2, N), w.detach(), ORDER))
-
-
-@pytest.mark.parametrize("cuts", [[16], [16, 32, 64], [48, 96], [80]])
-def test_micro_batches_through_autograd(cuts):
-    """The sum over micro-batches cut at multiples of 16, through backward, is one shot's."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = 101
-    x = torch.randn(tokens, K, generator=generator).bfloat16()
-    g = torch.randn(tokens, N, generator=generator).bfloat16()
-    weight = torch.randn(N, K, generator=generator).bfloat16().requires_grad_()
-    states = []
-    for edges in ([0, tokens], [0, *cuts, tokens]):
-        state = torch.zeros(N, K)
-        # All forwards run before the first backward, as a pipeline schedule may have it.
-        slices = [slice(i, j) for i, j in itertools.pairwise(edges)]
-        outputs = [ck.linear(x[p], weight, main_grad=state) for p in slices]
-        for p, y in zip(slices, outputs, strict=True):
-            y.backward(g[p])
-        states.append(state)
-    assert same_bytes(*states) and weight.grad is None
 
 
 def test_a_cut_elsewhere_shows():

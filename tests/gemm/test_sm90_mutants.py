@@ -24,7 +24,9 @@ from tests.kernels.operands import cancelling, operand
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.oracles import gemm as reference
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = "test_mutants_are_killed test_edits_of_the_frame_are_killed"
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm", often=EACH_COMMIT)]
 
 BF16 = torch.bfloat16
 EPILOGUES = ("plain", "bias", "accumulate")

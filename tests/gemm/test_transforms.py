@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels as ck
-from cute_kernels.errors import AliasError, DtypeError, UnsupportedTransformError
+from cute_kernels.errors import AliasError, UnsupportedTransformError
 from cute_kernels.gemm import cpu
 from tests.contract import same_bytes
 
@@ -59,19 +59,6 @@ def test_main_grad_of_tensors_without_memory():
         x, weight, state = map(make, tensors)
         assert with_autocast(x, weight, state).shape == (M, N)
         assert ck.linear(x, weight.requires_grad_(), main_grad=state).shape == (M, N)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, w: ck.linear(x, w.half()),
-        lambda x, w: ck.linear(x, w, w[:, 0].half()),
-        lambda x, w: ck.matmul(x, w.half().mT),
-    ],
-)
-def test_other_dtypes_on_meta_are_refused_by_name(call):
-    with pytest.raises(DtypeError, match=r"(weight|bias|b): expected torch.float32.*float16"):
-        call(*(t.to("meta") for t in (drawn(M, K), drawn(N, K))))
 
 
 def test_a_batch_of_gradients_of_a_size_that_is_new():

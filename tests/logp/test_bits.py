@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
 from cute_kernels.logp import chunks, cpu, exact, op
@@ -24,7 +22,6 @@ SEED = 11
 #: Device -> (V, D) of the batteries.
 SIZES = {"cpu": (200, 40), "cuda": (5003, 520)}
 ORDERS = ("chain", "tree")
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def drawn(*shape: int, seed: int = 3, device: str = "cpu") -> torch.Tensor:
@@ -64,10 +61,6 @@ def row_op(
     return RowOp(f"{kind} {dtype} {order}", run, width, dtype, device)
 
 
-def fp32_row_op() -> RowOp:
-    return row_op()
-
-
 def every_kind():
     """Each kind in each dtype, in one of the orders on a CPU; in the other by night."""
     for at, (kind, dtype) in enumerate(itertools.product(KINDS, DTYPES)):
@@ -87,7 +80,7 @@ def test_battery(kind, dtype, order, device):
     ("kind", "dtype", "order", "device", "sizes"),
     [
         ("forward", BF16, "tree", "cpu", range(1, 151)),
-        ("dhidden", FP32, "tree", "cpu", range(1, 151)),
+        ("dhidden", FP32, "tree", "cpu", [*range(1, 130, 4), 15, 16, 63, 64, 127, 128, 150]),
         pytest.param("dhidden", BF16, "chain", "cpu", range(1, 513), marks=pytest.mark.nightly),
         # Blocks of 64 rows, and 256 at once.
         ("forward", FP32, "chain", "cpu", [*range(1, 300, 7), 255, 256, 257, 319, 321, 512, 600]),
@@ -100,10 +93,6 @@ def test_battery(kind, dtype, order, device):
 def test_every_number_of_rows(kind, dtype, order, device, sizes):
     target = row_op(kind, dtype, order, device)
     assert contract.check_population(target, max(sizes), SEED, sizes) == len(sizes)
-
-
-def test_fresh_process():
-    contract.check_fresh_process(row_op(), 70, SEED, f"{__name__}:fp32_row_op")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -206,11 +195,17 @@ def dw_op(dtype: torch.dtype, order: str, tokens: int, device: str = "cpu") -> S
     return SumOp(f"dW {dtype} {order}", run, tokens, start)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "device"), [(200, "cpu"), (33, "cpu"), pytest.param(600, "cuda", marks=CUDA.marks)]
-)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def streams():
+    """(dtype, order, tokens, device); by night each of them on a CPU."""
+    by_day = {(FP32, "chain", 200), (FP32, "tree", 33), (BF16, "tree", 200), (FP16, "chain", 33)}
+    for dtype, order in itertools.product(DTYPES, ORDERS):
+        for tokens in (200, 33):
+            marks = () if (dtype, order, tokens) in by_day else pytest.mark.nightly
+            yield pytest.param(dtype, order, tokens, "cpu", marks=marks)
+        yield pytest.param(dtype, order, 600, "cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("dtype", "order", "tokens", "device"), list(streams()))
 def test_splits_of_the_tokens(dtype, order, tokens, device):
     assert contract.check_splits(dw_op(dtype, order, tokens, device), SEED) >= 4
 
@@ -230,39 +225,6 @@ def test_main_grad_is_the_gradient(dtype):
     before[129:] = -0.0
     cases.run(case, x, main_grad=before)
     assert same_bytes(before[129:], torch.full((11, 40), -0.0))  # nobody wrote there
-
-
-def test_without_gradients_nothing_is_written():
-    case = cases.Case(5, 17, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
-    x, state = cases.inputs_of(case), torch.ones(250, 48)
-    want, weight = cases.run(case, x).logp, x.weight.clone().requires_grad_()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            got = ck.linear_logp(x.hidden, weight, x.target, x.bias, main_grad=state)
-        assert same_bytes(got, want) and not got.requires_grad
-    frozen = x.hidden.clone().requires_grad_()
-    ck.linear_logp(frozen, x.weight, x.target, x.bias, main_grad=state).sum().backward()
-    assert (state == 1).all() and frozen.grad.any()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_recomputed_under_activation_checkpointing(reentrant, main_grad):
-    case = cases.Case(5, 33, 48, 250, 250, BF16, "chain", True, 0.0, "one", True, 0.3)
-    x = cases.inputs_of(case)
-    results = []
-    for run in (lambda f, *t: f(*t), lambda f, *t: checkpoint(f, *t, use_reentrant=reentrant)):
-        leaves = [t.clone().requires_grad_() for t in (x.hidden, x.weight, x.bias)]
-        state = torch.ones(250, 48) if main_grad else None
-
-        def forward(hidden, weight, bias, state=state):
-            return ck.linear_logp(hidden * 2, weight, x.target, bias, main_grad=state)
-
-        logp = run(forward, *leaves)
-        logp.backward(x.upstream[0])
-        made = [leaves[0].grad, state if main_grad else leaves[1].grad, leaves[2].grad]
-        results.append([logp.detach(), *made])
-    assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))
 
 
 # ---- strides ------------------------------------------------------------------------------------
@@ -342,13 +304,13 @@ def parts_of(x: cases.Inputs, case: cases.Case, cuts: list[int]) -> list[torch.T
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cut_at_any_multiple_of_16_is_the_same(dtype, order):
-    """Every single cut, and 40 drawn sets of cuts; merged in any order."""
+    """Single cuts, and drawn sets of cuts; merged in any order."""
     case = cases.Case(5, 60, 33, 1040, 1087, dtype, order, True, 0.0, "tensor", False, 0.3)
     x = cases.inputs_of(case)
     want = cases.run(case, x)
     generator = torch.Generator().manual_seed(1)
     found = [[at] for at in range(16, case.rows, 80)]
-    for _ in range(40):
+    for _ in range(15):
         count = int(torch.randint(1, 9, (1,), generator=generator))
         at = torch.randperm(case.rows // 16, generator=generator)[:count].add(1) * 16
         found.append(sorted(set(at.tolist())))
@@ -443,35 +405,6 @@ def test_blocks_of_tokens_do_not_show(monkeypatch, dtype, order):
         cases.run(case, x, main_grad=state)
         assert same_bytes(state, whole)
     assert len(seen) > 10
-
-
-#: fesetround's numbers on x86-64.
-
-
-def under(change, to, back) -> list[torch.Tensor]:
-    """Results and gradients of both functions under a setting of the process."""
-    case = cases.Case(3, 17, 48, 250, 260, FP32, "tree", True, 3.0, "tensor", True, 1.0)
-    x, logits = cases.inputs_of(case), (drawn(17, 50) * 3).requires_grad_()
-    tiny, target = x._replace(upstream=tuple(t * 1e-39 for t in x.upstream)), torch.arange(17)
-    change(to)
-    try:
-        made = [*cases.run(case, x), *cases.run(case, tiny)]
-        results = ck.log_probs(logits, target, temperature=0.7, return_entropy=True)
-        return [*made, *results, torch.autograd.grad(results, logits, x.upstream)[0]]
-    finally:
-        change(back)
-
-
-@pytest.mark.parametrize(("change", "to", "back"), cases.SETTINGS)
-def test_settings_of_the_process_do_not_show(change, to, back):
-    assert all(map(same_bytes, under(change, to, back), under(lambda value: None, None, None)))
-
-
-def test_without_the_environment_the_rounding_mode_shows(monkeypatch):
-    want = under(lambda value: None, None, None)
-    monkeypatch.setattr(op, "ieee_on", lambda t: contextlib.nullcontext())
-    got = [same_bytes(a, b) for a, b in zip(under(*cases.SETTINGS[-1]), want, strict=True)]
-    assert not all(got[:10]) and not all(got[10:])
 
 
 def test_blocks_of_the_vocabulary_are_part_of_the_plan():

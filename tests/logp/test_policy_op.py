@@ -23,12 +23,10 @@ from cute_kernels.errors import (
 from cute_kernels.logp import policy_checks, policy_sweep
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
-from tests.logp.cases import SETTINGS
 from tests.logp.policy_cases import FP32
 
 X = cases.problem("grpo", "some", bias=True)
 OPTIONS = cases.options_of("grpo")
-SAPO = cases.problem("sapo", "some", bias=True)
 
 
 def loss_of(leaves, x=X, **options):
@@ -152,23 +150,6 @@ def test_no_tokens():
     assert not got.weight.any() and got.hidden.shape == x.hidden.shape
 
 
-@pytest.mark.parametrize(("change", "to", "back"), SETTINGS)
-def test_settings_of_the_process_do_not_show(change, to, back):
-    def calls() -> list[torch.Tensor]:
-        options = {"entropy_weight": 0.1, "upstream": torch.tensor(0.3, device="cpu")}
-        made = [cases.fused(name, SAPO, kl_weight=0.1, **options) for name in ("sapo", "cispo")]
-        return [t for results in made for t in results if t is not None]
-
-    want = calls()
-    change(to)
-    try:
-        with ck.batch_invariant():
-            got = calls()
-    finally:
-        change(back)
-    assert all(map(same_bytes, got, want))
-
-
 def test_guarantees():
     assert ck.guarantees("linear_policy_loss", "cpu") == {"run_to_run", "batch_invariant"}
     assert ck.contract_id("linear_policy_loss") != ck.contract_id("linear_logp")
@@ -200,16 +181,13 @@ BAD = [
     bad(VALUE, "advantages: expected None, as loss='dft'", loss="dft"),
     bad(VALUE, "old_logp: expected None", loss="policy_gradient", old_logp=A),
     bad(ShapeError, "advantages: expected shape [2, 5]", advantages=torch.randn(L)),
-    bad(DtypeError, "advantages: expected one of", advantages=A.double()),
     bad(VALUE, "old_logp: expected requires_grad=False", old_logp=A.clone().requires_grad_()),
-    bad(KIND, "advantages: expected a torch.Tensor", advantages=1.0),
     bad(VALUE, "reference_logp: expected log-probs of the reference", kl_weight=0.1),
     bad(VALUE, "kl: expected one of", kl="k4"),
     bad(VALUE, "clip_high: expected a finite number of fp32", clip_high=1e300),
     bad(VALUE, "ignore_index: expected an int of 64", mask=torch.ones(T, L), ignore_index=2**63),
     bad(KIND, "ignore_index: expected an int, got str", mask=torch.ones(T, L), ignore_index="x"),
     bad(VALUE, "kl_weight: expected a finite number", kl_weight=math.nan),
-    bad(KIND, "entropy_weight: expected a number", entropy_weight="1"),
     bad(VALUE, "reduction: expected one of", reduction="mean"),
     bad(VALUE, "max_length: expected the length", loss="dr_grpo"),
     bad(VALUE, "entropy_reduction: expected one of", entropy_reduction="mean"),

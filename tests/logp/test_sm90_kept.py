@@ -21,7 +21,7 @@ from tests.logp.simulated import simulated
 from tests.logp.sm90_cases import Case, case, every, same_exp2, same_states, states_oracle, upstream
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_stored_sums test_gradients_of_sums test_mutants_are_killed"
+EACH_COMMIT = "test_stored_sums test_gradients_of_sums"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp", often=EACH_COMMIT)]
 
 #: (T, V, D): a tail of each, the last columns of a tile of 256 and of the sums' rows.

@@ -42,7 +42,7 @@ from tests.logp.sm90_defects import (
 )
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_mutants_are_killed test_meetings_of_warps_are_needed"
+EACH_COMMIT = "test_mutants_are_killed"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp", often=EACH_COMMIT)]
 
 WIDE = launch.config_of("bf16", "chain", False, False, False)

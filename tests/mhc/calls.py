@@ -187,11 +187,6 @@ def row_op(name: str, case: Case) -> RowOp:
     return RowOp(f"{name}, n = {case.n}, {case.layout}", run, width, case.dtypes[0])
 
 
-def site_in_a_fresh_process() -> RowOp:
-    """Op for `contract.check_fresh_process`."""
-    return row_op("post_pre", case_of(torch.bfloat16))
-
-
 # ---- sums over tokens ----------------------------------------------------------------------------
 
 

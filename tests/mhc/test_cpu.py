@@ -89,14 +89,20 @@ def of_tokens(m: int, layout: str) -> Case:
 FEW = [shape for shape in cases.TE_SHAPES if 4 * math.prod(shape) <= cases.CPU_ELEMENTS]
 SITE, NC = ("mix_and_aggregate", "expand_combine"), Options(layout="nc")
 #: Shapes of TransformerEngine and between, widths of models, numbers of tokens around a chunk.
-SHAPES = [
-    *((SITE, of_te(shape), shape[:2]) for shape in [*FEW, *cases.SMALL_SHAPES]),
-    *(
+GROUPS = [
+    [(SITE, of_te(shape), shape[:2]) for shape in [*FEW, *cases.SMALL_SHAPES]],
+    [
         (("projection", "aggregate"), Case(4, 13, c, n, "nc", (BF16, BF16), options=NC), None)
         for c, n in zip(cases.CHANNELS, (2, 4) * 3, strict=True)
-    ),
-    *((SITE, of_tokens(m, "cn"), None) for m in cases.TOKENS[:-1]),
-    *((SITE, of_tokens(m, "nc"), None) for m in (1, 137, 1100)),
+    ],
+    [(SITE, of_tokens(m, "cn"), None) for m in cases.TOKENS[:-1]],
+    [(SITE, of_tokens(m, "nc"), None) for m in (1, 137, 1100)],
+]
+#: By day the first of each group, every third one and the last.
+SHAPES = [
+    pytest.param(*case, marks=() if i % 3 == 0 or case is group[-1] else pytest.mark.nightly)
+    for group in GROUPS
+    for i, case in enumerate(group)
 ]
 
 

@@ -8,7 +8,6 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
 from cute_kernels.mhc import HyperConnection, HyperHead, Options
@@ -237,34 +236,6 @@ def test_gradients_go_into_main_grads_and_do_not_follow_the_split(kind):
 
 
 # ---- where it goes -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("main_grad", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_compiled_without_a_break_it_has_the_same_bytes(main_grad):
-    module = site(bias=True, norm_weight=True)
-    x = streams(4, "cn", 2, 13)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    out = []
-    for run in (module, compiled):
-        if main_grad:
-            module.phi.main_grad = torch.zeros_like(module.phi)
-        made = results(run, x, module)
-        out.append(made | ({"main": module.phi.main_grad} if main_grad else {}))
-        assert (made["phi"] is None) == main_grad
-    assert not differing(*out)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_under_activation_checkpointing(reentrant):
-    module = nn.Sequential(site(seed=2), site(seed=3, bias=True))
-    x = streams(4, "cn", 2, 13)
-
-    def recomputed(x):
-        for one in module:
-            x = checkpoint(one, x, use_reentrant=reentrant)
-        return x
-
-    assert not differing(results(module, x, module), results(recomputed, x, module))
 
 
 def test_weights_travel():

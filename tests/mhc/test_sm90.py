@@ -20,7 +20,7 @@ from tests.mhc.simulated import simulated
 from tests.old_memory import old_memory
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_values test_far_logits test_orders test_no_cut_shows test_bytes_of_the_other"
+EACH_COMMIT = "test_values test_orders test_bytes_of_the_other"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 

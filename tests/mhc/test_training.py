@@ -81,7 +81,7 @@ def differing(one: model.Side, other: model.Side) -> list[str]:
     return [n for n, w in one.model.state_dict().items() if not same_bytes(w, theirs[n])]
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_steps_repeat_byte_for_byte_and_learn(steps):
     (one, run), (other, again) = trained(steps), trained(steps)
     assert not differing(one, other)

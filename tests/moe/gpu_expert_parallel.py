@@ -2,15 +2,12 @@
 
 ``torchrun --nproc-per-node 4 -m tests.moe.gpu_expert_parallel`` prints a line for each case: the
 results that differ on some rank, with their bytes that do.  Exit code 1 on a difference.
-``--device cpu``: the same over gloo, small, to try the script itself.
+``--cpu``: the same over gloo, small, to try the script itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import sys
 import time
 
 import torch
@@ -30,8 +27,9 @@ from tests.moe.parallel_cases import (
     step,
     whole,
 )
+from tests.ranks import on_cards, show
 
-ROUNDS = 20
+RANKS, ROUNDS = 4, 20
 
 
 def listed(degree: int, cpu: bool) -> list[Case]:
@@ -87,32 +85,17 @@ def timed(device: str, case: Case) -> float:
     return statistics.median(times)
 
 
-def show(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device = parser.parse_args().device
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-    try:
-        world = dist.get_world_size()
-        name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
-        show(f"{world} ranks, {name}, {ck.contract_id('grouped_linear', device)}")
-        cases = listed(world, device == "cpu")
-        different = sum(compare(device, cases).values())
-        case = cases[0]
-        show(f"{case}: {timed(device, case):.2f} ms a step, median of {ROUNDS}")
-        show(f"{len(cases)} cases, {different} bytes differ")
-    finally:
-        dist.destroy_process_group()
-    if different:
-        sys.exit(1)
+def main(device: str) -> int:
+    """Run the cases and time a step; how many bytes differ."""
+    world = dist.get_world_size()
+    show(f"{world} ranks, {ck.contract_id('grouped_linear', device)}")
+    cases = listed(world, device == "cpu")
+    different = sum(compare(device, cases).values())
+    case = cases[0]
+    show(f"{case}: {timed(device, case):.2f} ms a step, median of {ROUNDS}")
+    show(f"{len(cases)} cases, {different} bytes differ")
+    return different
 
 
 if __name__ == "__main__":
-    main()
+    on_cards(main, RANKS)

@@ -7,7 +7,6 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import (
-    AliasError,
     ArgumentTypeError,
     ArgumentValueError,
     BackendUnavailable,
@@ -36,11 +35,6 @@ def route(logits=LOGITS, k=2, **options):
     return lambda: ck.moe.route(logits, k, **options)
 
 
-def aliased():
-    state = torch.zeros(2, 3, 4)
-    return ck.grouped_linear(X, state, OFFSETS, main_grad=state)
-
-
 def second_gradient():
     weight = W.clone().requires_grad_()
     y = ck.grouped_linear(X, weight, OFFSETS, main_grad=torch.zeros(2, 3, 4))
@@ -48,16 +42,12 @@ def second_gradient():
 
 
 TABLE = [
-    (grouped(x=[1]), ArgumentTypeError, "x: expected a torch.Tensor, got list"),
     (grouped(x=X[None]), ShapeError, "x: expected 2 dimensions [T, K]"),
     (grouped(weight=W[0]), ShapeError, "weight: expected 3 dimensions [E, N, K]"),
     (grouped(x=X[:, :3]), ShapeError, "x: expected last dimension 4"),
-    (grouped(x=X.double()), DtypeError, "x: expected one of"),
     (grouped(weight=W.half()), DtypeError, "weight: expected torch.float32, the dtype of x"),
     (grouped(weight=torch.randn(0, 3, 4)), ShapeError, "weight: expected 1 to 1024 experts, got 0"),
     (grouped(weight=torch.randn(1025, 1, 4)), ShapeError, "1 to 1024 experts, got 1025"),
-    (grouped(offsets=None), ArgumentTypeError, "expert_offsets: expected a torch.Tensor"),
-    (grouped(offsets=OFFSETS.long()), DtypeError, "expert_offsets: expected one of torch.int32"),
     (grouped(offsets=OFFSETS[1:]), ShapeError, "expert_offsets: expected shape [3], E + 1"),
     (grouped(offsets=OFFSETS[None]), ShapeError, "expert_offsets: expected 1 dimension"),
     (grouped(offsets=offsets(1, 2, 6)), ArgumentValueError, "expected a first offset of 0, got 1"),
@@ -65,43 +55,32 @@ TABLE = [
     (grouped(offsets=offsets(0, 2, 7)), ArgumentValueError, "a last offset of at most 6, T, got 7"),
     (grouped(bias=torch.randn(3)), ShapeError, "bias: expected 2 dimensions [E, N]"),
     (grouped(bias=torch.randn(3, 2)), ShapeError, "bias: expected shape [2, 3]"),
-    (grouped(bias=torch.randn(2, 3).half()), DtypeError, "bias: expected torch.float32"),
     (grouped(order="ring"), ArgumentValueError, "order: expected one of 'chain', 'tree'"),
-    (grouped(main_grad=torch.zeros(3, 4)), ShapeError, "main_grad: expected shape [2, 3, 4]"),
-    (grouped(main_grad=W.half()), DtypeError, "main_grad: expected torch.float32"),
-    (aliased, AliasError, "main_grad"),
     (second_gradient, UnsupportedTransformError, "main_grad"),
     (lambda: torch.func.vmap(lambda x: ck.grouped_linear(x, W, OFFSETS))(X[None]),
      UnsupportedTransformError, "vmap"),
     (route(logits=LOGITS[0]), ShapeError, "logits: expected 2 dimensions [T, E]"),
-    (route(logits=LOGITS.long()), DtypeError, "logits: expected one of"),
     (route(k=0), ArgumentValueError, "k: expected 1 to 8 (E), got 0"),
     (route(k=9), ArgumentValueError, "k: expected 1 to 8 (E), got 9"),
-    (route(k=2.0), ArgumentTypeError, "k: expected an int, got float"),
     (route(score="relu"), ArgumentValueError, "score: expected one of 'softmax', 'sigmoid'"),
     (route(groups=4), ArgumentValueError, "topk_groups: expected a number, as groups is one"),
     (route(topk_groups=4), ArgumentValueError, "groups: expected a number, as topk_groups is one"),
     (route(groups=3, topk_groups=1), ArgumentValueError, "groups: expected a divisor of E = 8"),
     (route(groups=4, topk_groups=5), ArgumentValueError, "topk_groups: expected 1 to 4 (groups)"),
     (route(k=3, groups=4, topk_groups=1), ArgumentValueError, "that hold k = 3, got 1"),
-    (route(normalize=1), ArgumentTypeError, "normalize: expected True or False"),
-    (route(scale="2"), ArgumentTypeError, "scale: expected a number, got str"),
     (route(scale=float("nan")), ArgumentValueError, "scale: expected a finite number"),
     (route(bias=torch.randn(7)), ShapeError, "bias: expected shape [8], the E of logits"),
-    (route(bias=torch.arange(8)), DtypeError, "bias: expected one of"),
     (route(indices=INDICES[:2]), ShapeError, "indices: expected shape [6, 2], [T, k]"),
     (route(indices=INDICES.float()), DtypeError, "indices: expected one of"),
     (lambda: ck.moe.permute(X[:5], INDICES, 2), ShapeError, "indices: expected 5 rows"),
     (lambda: ck.moe.permute(X, INDICES[:, :0], 2), ShapeError, "at least 1 expert a token"),
     (lambda: ck.moe.permute(X, INDICES, 1025), ArgumentValueError, "experts: expected 1 to 1024"),
-    (lambda: ck.moe.permute(X.double(), INDICES, 2), DtypeError, "x: expected one of"),
     (lambda: ck.moe.combine(ROWS[1:], None, PERMUTATION), ShapeError, "rows: expected 12 rows"),
     (lambda: ck.moe.combine(ROWS, torch.ones(6, 3), PERMUTATION), ShapeError, "weights: expected"),
     (lambda: ck.moe.combine(ROWS, None, tuple(PERMUTATION)), ArgumentTypeError, "permutation"),
     (lambda: ck.moe.combine(ROWS, None, PERMUTATION._replace(offsets=OFFSETS[:0])),
      ShapeError, "permutation.offsets: expected at least 1"),
     (lambda: ck.moe.load_balance_loss(LOGITS[:0], INDICES[:0]), ShapeError, "at least 1 row"),
-    (lambda: ck.moe.load_balance_loss(LOGITS.half(), INDICES), DtypeError, "scores: expected"),
     (lambda: ck.moe.z_loss(LOGITS[:0]), ShapeError, "logits: expected at least 1 row"),
 ]  # fmt: skip
 

@@ -16,6 +16,11 @@ from tests.anchors import replaced
 from . import cases
 from .cases import BF16, FP16, FP32
 
+
+def by_night(*values):
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
@@ -42,7 +47,7 @@ def test_single(check):
     check(cpu)
 
 
-@pytest.mark.parametrize("first", range(0, 1000, 250))
+@pytest.mark.parametrize("first", [0, *by_night(250, 500, 750)])
 def test_drawn_routings(first):
     for seed in range(first, first + 250):
         cases.sorted_slots(cpu, seed)

@@ -6,6 +6,8 @@ Ranks are threads of this process, with collectives of the tests, or processes o
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -27,11 +29,8 @@ from .parallel_cases import (
 )
 
 
-@pytest.fixture
-def threaded():
-    """Ranks that are threads, each of which computes alone."""
-    with threaded_ranks.group_of_threads():
-        yield
+def by_night(degree: int):
+    return pytest.param(degree, marks=pytest.mark.nightly)
 
 
 def wrong(case, degree: int, of=None, twice: bool = False) -> set[str]:
@@ -43,7 +42,7 @@ def wrong(case, degree: int, of=None, twice: bool = False) -> set[str]:
     return {name for names in found for name in names}
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", [by_night(1), 2, by_night(4), 8])
 def test_every_degree_has_the_bytes_of_one(threaded, degree):
     for case in cases(degree):
         assert not wrong(case, degree), case
@@ -243,10 +242,16 @@ MUTANTS = [
 ]
 
 
+@functools.cache
+def of_two() -> list[tuple]:
+    """The cases of two ranks, and what one rank has of each."""
+    return [(case, whole(case)) for case in cases(2)]
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_a_mutant_is_killed(threaded, monkeypatch, mutant):
     """By the cases of test_every_degree_has_the_bytes_of_one, of degree 2."""
-    listed = [(case, whole(case)) for case in cases(2)]
+    listed = of_two()
     mutant(monkeypatch)
     assert any(wrong(case, 2, of) for case, of in listed)
 

@@ -21,13 +21,6 @@ X = torch.ones(3, 8)
 INDICES = torch.tensor([[0, 3], [1, 2], [3, 0]], dtype=INT32)
 
 
-@pytest.fixture
-def threaded():
-    """Ranks that are threads, each of which computes alone."""
-    with threaded_ranks.group_of_threads():
-        yield
-
-
 def dispatch(x=X, indices=INDICES, experts=4, **options):
     return lambda group: ck.moe.dispatch(x, indices, experts, group=group, **options)
 

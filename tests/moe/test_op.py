@@ -13,7 +13,6 @@ from cute_kernels.moe import op
 from tests import contract
 from tests.contract import bits, same_bytes
 from tests.old_memory import old_memory
-from tests.oracles import gemm as products
 from tests.oracles import moe as oracle
 
 from . import layer
@@ -26,33 +25,8 @@ def leaf(t: torch.Tensor) -> torch.Tensor:
     return t.clone().requires_grad_()
 
 
-@DTYPES
-def test_accuracy(dtype):
-    x, weight, offsets, _, dy = operands("uneven", dtype)
-    leaves = tuple(map(leaf, (x, weight)))
-    y = ck.grouped_linear(*leaves, offsets)
-    y.backward(dy)
-    share = 1.0 if dtype == FP32 else 0.02
-
-    def check(got, a, b):
-        bound = products.error_bound(a, b)
-        if dtype == FP32:
-            bound = bound * 16 / 5.25
-        contract.check_accuracy(got, products.gemm(a, b), bound, share)
-
-    for expert, rows in oracle.experts(offsets):
-        if rows.start < rows.stop:
-            check(y.detach()[rows], x[rows], weight[expert])
-            check(leaves[0].grad[rows], dy[rows], weight[expert].mT)
-            check(leaves[1].grad[expert], dy[rows].mT, x[rows].mT)
-
-
 def test_battery_of_a_layer():
     assert contract.check_rows(layer.row_op(), 70, seed=3) > 50
-
-
-def test_a_fresh_process():
-    contract.check_fresh_process(layer.row_op(), 20, 5, "tests.moe.layer:row_op")
 
 
 def test_micro_batches():
@@ -71,20 +45,6 @@ def test_micro_batches():
 
     op = contract.SumOp("grouped_linear dW", run, tokens, drawn(experts, 24, 40, seed=6))
     assert contract.check_splits(op, seed=1) >= 6 and weight.grad is None
-
-
-def test_losses():
-    logits = leaf(drawn(50, 8, seed=1))
-    r = ck.moe.route(logits, 2)
-    loss = ck.moe.load_balance_loss(r.scores, r.indices) + 0.1 * ck.moe.z_loss(logits)
-    (got,) = torch.autograd.grad(loss, logits)
-    exact = logits.detach().double().requires_grad_()
-    p = exact.softmax(-1)
-    share = torch.nn.functional.one_hot(r.indices.long(), 8).double().sum((0, 1)) / 50
-    want_loss = 8 * (share * p.mean(0)).sum() + 0.1 * exact.logsumexp(-1).square().mean()
-    (want,) = torch.autograd.grad(want_loss, exact)
-    assert abs(loss.item() - want_loss.item()) <= 1e-6 * want_loss.item()
-    assert (got - want).norm() <= 1e-6 * want.norm()
 
 
 def test_replay():
@@ -115,16 +75,20 @@ def test_slots_without_an_expert():
     layer.with_strays(FP32, product=product)
 
 
-SIZES = [(0, 3, 4, 5), (6, 3, 0, 5), (6, 3, 4, 0)]
-
-
-@pytest.mark.parametrize(("tokens", "experts", "n", "k"), SIZES)
-def test_sizes_of_zero(tokens, experts, n, k):
+@pytest.mark.parametrize("order", ["chain", "tree"])
+@pytest.mark.parametrize(("tokens", "n", "k"), [(0, 4, 5), (6, 0, 5), (6, 4, 0)])
+def test_sizes_of_zero(tokens, n, k, order):
+    experts = 3
     x, weight = leaf(torch.randn(tokens, k)), leaf(torch.randn(experts, n, k))
     bias, offsets = leaf(torch.randn(experts, n)), offsets_of([tokens - 2 * (tokens > 0), 0, 2])
     offsets = offsets if tokens else torch.zeros(experts + 1, dtype=INT32)
-    y = ck.grouped_linear(x, weight, offsets, bias)
+    y = ck.grouped_linear(x, weight, offsets, bias, order=order)
     y.sum().backward()
+    assert op.grouped_leaf_sums(x.detach(), weight.detach(), offsets, 16).shape == (
+        -(-k // 16),
+        tokens,
+        n,
+    )
     assert y.shape == (tokens, n) and weight.grad.shape == weight.shape
     if tokens and n:
         assert k or same_bytes(y.detach(), bias.detach().repeat_interleave(offsets.diff(), 0))
@@ -216,9 +180,10 @@ def test_opcheck():
 def test_contract_id_follows_linear(monkeypatch):
     before = ck.contract_id("grouped_linear"), ck.contract_id("moe")
     threads = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert ck.contract_id("grouped_linear") != before[0]
-    assert ck.contract_id("moe") == before[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads + 1)
+        assert ck.contract_id("grouped_linear") != before[0]
+        assert ck.contract_id("moe") == before[1]
 
 
 def test_weights_are_those_of_transformers_routers():
@@ -329,27 +294,7 @@ def test_battery():
     assert contract.check_rows(row_op, 70, 3) > 50
 
 
-@pytest.mark.parametrize(("tokens", "n", "k"), [(0, 8, 32), (6, 0, 32), (6, 8, 0)])
-def test_empty(tokens, n, k):
-    x, weight, offsets = torch.randn(tokens, k), torch.randn(2, n, k), offsets_of([tokens, 0])
-    bias = torch.randn(2, n)
-    y = ck.grouped_linear(x, weight, offsets, bias, order="tree")
-    assert same_bytes(y, ck.grouped_linear(x, weight, offsets, bias))
-    assert op.grouped_leaf_sums(x, weight, offsets, 16).shape == (-(-k // 16), tokens, n)
-
-
 def test_leaves_have_no_gradient():
     x, weight, offsets, _, _ = operands("few", FP32, 24, 40)
     with pytest.raises(UnsupportedTransformError, match="no gradient"):
         op.grouped_leaf_sums(leaf(x), weight, offsets, 16)
-
-
-def test_compiled():
-    """A graph of torch.compile keeps the order."""
-    x, weight, offsets, bias, _ = operands("uneven", BF16, 136, 264)
-    want = ck.grouped_linear(x, weight, offsets, bias, order="tree")
-
-    def call(x):
-        return ck.grouped_linear(x, weight, offsets, bias, order="tree")
-
-    assert same_bytes(torch.compile(call, backend="aot_eager", fullgraph=True)(x), want)

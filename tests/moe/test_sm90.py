@@ -37,8 +37,8 @@ from .sm90_cases import (
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_every_configuration test_bytes_of_gemm test_battery test_products test_modes test_ctas "
-    "test_loads test_poison test_bad_offsets_stay_inside test_empty_experts test_many_experts"
+    "test_every_configuration test_battery test_products test_modes test_ctas test_loads "
+    "test_poison test_bad_offsets_stay_inside test_empty_experts test_many_experts"
 )
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("moe", often=EACH_COMMIT)]
 

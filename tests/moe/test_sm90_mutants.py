@@ -20,7 +20,9 @@ from . import cases
 from .simulated import builder
 from .sm90_cases import BF16, PRODUCTS, far_apart
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("moe")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = "test_a_defect_is_killed test_an_edit_is_killed"
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("moe", often=EACH_COMMIT)]
 
 #: Of few rows: one warpgroup, and two of them.
 ONE, TWO = tiles.Few(8, 64, 128), tiles.Few(32, 128, 64)

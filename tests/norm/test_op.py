@@ -90,14 +90,6 @@ def test_one_element():
     assert same_bytes(ck.layer_norm(x), torch.zeros(3, 1))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_row(value):
-    x = normal(4, 40, dtype=BF16)
-    x[2, 7] = value
-    y = ck.rms_norm(x, None)
-    assert y[2].isnan().any() and not y[[0, 1, 3]].isnan().any()
-
-
 def test_large_rows_do_not_overflow_where_fp32_does_not():
     x = normal(2, 40) * 2.0**60
     y = ck.rms_norm(x, None, 0.0)

@@ -20,7 +20,12 @@ from tests.old_memory import old_memory
 from verify import sass
 from verify.certificate import check_a
 
-pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("norm")]
+#: A test of each kind: what runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_values test_no_schedule_shows test_no_row_shows test_parts_are_added_one_by_one "
+    "test_a_sum_that_begins_before_its_parts_are_complete_is_refused test_mutants_are_killed"
+)
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("norm", often=EACH_COMMIT)]
 
 LAYER = Rule(cases.LAYER, 1e-5)
 #: Rows of one warp, of several, and of a whole CTA; parts with rows missing.

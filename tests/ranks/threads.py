@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import pytest
 import torch
 
 from cute_kernels.integrations import tensor_parallel as tp
@@ -129,6 +130,13 @@ def group_of_threads() -> Iterator[None]:
         torch.set_num_threads(1)
         yield
     torch.set_num_threads(team)
+
+
+@pytest.fixture
+def threaded() -> Iterator[None]:
+    """Ranks that are threads, each of which computes alone."""
+    with group_of_threads():
+        yield
 
 
 @contextlib.contextmanager

@@ -155,11 +155,3 @@ for _kind, _function in GATED.items():
 def rows_op(name: str, dtype: torch.dtype = FP32) -> RowOp:
     run, width = RUNS[name]
     return RowOp(name, run, width, dtype)
-
-
-def fresh_silu() -> RowOp:
-    return rows_op("silu, gradient")
-
-
-def fresh_softmax() -> RowOp:
-    return rows_op("softmax")

@@ -111,24 +111,15 @@ SHARED = torch.zeros(40)
 
 CASES = {
     ArgumentTypeError: [
-        (emb([1, 2], weight()), "ids|torch.Tensor|list"),
-        (emb(ids(1), None), "weight|NoneType"),
         (emb(ids(1), weight(), padding_idx=True), "padding_idx|bool"),
         (emb(ids(1), weight(), sparse=True), "sparse|embedding"),
         (soft(t(2, 3), BF16), "dim|an int|dtype"),
         (soft(t(2, 3), out=t(2, 3)), "no out|softmax|out=Tensor"),
         (lambda: ck.silu(t(2), inplace=True), "no inplace|in silu"),
         (lambda: ck.tanh(t(2), input=t(2)), "input|x=|in tanh"),
-        (soft(torch.eye(3).to_sparse()), "x|sparse"),
         (soft(t(2), dtype="float32"), "dtype|str"),
-        (lambda: ck.log_softmax([1.0]), "x|list"),
-        (table(ids(1), t(4), None), "scaling|NoneType"),
         (table(ids(1), t(4), dtype=None), "dtype|NoneType"),
-        (turn(cos=[1.0]), "cos|list"),
-        (turn(unsqueeze_dim=None), "unsqueeze_dim"),
-        (lambda: ck.apply_rotary_pos_emb(None, t(3), t(3), t(3)), "q|NoneType"),
         (pos_emb(dtype="fp32"), "dtype|str"),
-        (pos_emb(unsqueeze_dim=1.0), "unsqueeze_dim|float"),
         (clip(3), "parameters|iterable|int"),
         (clip("weight"), "parameters|str"),
         (clip([[1.0]]), "parameters[0]|list"),
@@ -147,18 +138,12 @@ CASES = {
         ),
     ],
     DtypeError: [
-        (emb(t(2), weight()), "ids|int64 or int32|float32"),
-        (emb(ids(1), t(5, 3, dtype=FP64)), "weight|float64"),
-        (emb(ids(1), weight(), main_grad=t(5, 3, dtype=BF16)), "main_grad|float32|bfloat16"),
-        (soft(t(2, dtype=FP64)), "x|float64"),
         (soft(t(2), dtype=FP64), "dtype|float64"),
         (lambda: ck.silu_mul(t(2), t(2, dtype=BF16)), "up|bfloat16"),
-        (table(t(3), t(4)), "positions|int64 or int32"),
         (table(ids(1), t(4, dtype=BF16)), "inv_freq|bfloat16"),
         (table(ids(1), t(4), dtype=FP64), "dtype|float64"),
         (turn(k=t(2, 1, 3, 8, dtype=BF16)), "k|float32|bfloat16"),
         (turn(sin=t(2, 3, 8, dtype=BF16)), "sin|bfloat16"),
-        (pos_emb(q=t(2, 4, 3, 8, dtype=FP64)), "q|float64"),
         (
             pos_emb(q=t(2, 4, 3, 8, dtype=BF16), cos=t(2, 3, 8, dtype=FP16)),
             "cos|bfloat16|float32|float16",
@@ -170,7 +155,6 @@ CASES = {
         (emb(ids(1, 5), weight()), "ids|0 to 4|got 5"),
         (emb(ids(-1), weight()), "ids|0 to 4|got -1"),
         (emb(ids(1), weight(), padding_idx=5), "padding_idx|-5 to 4|got 5"),
-        (emb(ids(1), weight(), main_grad=weight().requires_grad_()), "main_grad|requires_grad"),
         (soft(t(2, 3), dim=0), "dim|-1, the last|got 0"),
         (lambda: ck.gelu(t(2), approximate="erf"), "approximate|'none', 'tanh'|'erf'"),
         (lambda: ck.gelu_mul(t(2), t(2), approximate=1), "approximate"),
@@ -184,7 +168,6 @@ CASES = {
     ],
     ShapeError: [
         (emb(ids(1), t(5)), "weight|2 dimensions [V, D]"),
-        (emb(ids(1), weight(), main_grad=t(3, 5)), "main_grad|[5, 3]|[3, 5]"),
         (soft(t()), "x|at least 1 dimension|scalar"),
         (lambda: ck.silu_mul(t(2, 3), t(3)), "up|[2, 3]|[3]"),
         (table(ids(1), t(4, 1)), "inv_freq|1 dimension [D / 2]"),
@@ -199,12 +182,9 @@ CASES = {
         (pos_emb(cos=t(3, 3, 8)), "q|[3, 1, 3]"),
     ],
     DeviceError: [
-        (emb(ids(1), t(5, 3, device="meta")), "weight|cpu|meta"),
-        (lambda: ck.gelu_mul(t(2), t(2, device="meta")), "up|meta"),
         (clip([parameter(), elsewhere()]), "parameters[1]|cpu|meta"),
     ],
     AliasError: [
-        (emb(ids(1), weight(), main_grad=t(1, 3).expand(5, 3)), "main_grad|distinct addresses"),
         (
             emb(ids(1), SHARED[:15].view(5, 3), main_grad=SHARED[5:20].view(5, 3)),
             "main_grad|weight",

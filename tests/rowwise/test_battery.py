@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -17,24 +18,26 @@ from . import cases
 from .cases import BF16, FP16, FP32, RUNS, drawn, indices, rows_op, threads
 
 ROWS = 70
-#: Those that have other shapes than their neighbours in the list; the others by night.
+#: Those that have other shapes than their neighbours in the list: in bf16 and with threads by day.
 BY_DAY = {"softmax", "log_softmax, gradient", "silu", "gelu_mul, gradient", "rotary", "tanh"}
 BY_DAY |= {"rotary_pos_emb", "rotary_pos_emb, gradient"}
 
 
-@pytest.mark.parametrize("name", list(RUNS))
+def by_night(names, night: bool = True):
+    """Parameters of a test, of which these names are left to the night; or the others."""
+    marks = {True: pytest.mark.nightly, False: ()}
+    return [pytest.param(name, marks=marks[(name in names) == night]) for name in RUNS]
+
+
+@pytest.mark.parametrize("name", by_night(BY_DAY))
 def test_fp32(name):
+    """By day those that the test below has by night."""
     assert contract.check_rows(rows_op(name), ROWS, seed=3) > 60
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly)
-        for name in RUNS
-        if "inside" not in name
-    ],
+    "name", [name for name in by_night(BY_DAY, False) if "inside" not in name.values[0]]
 )
 def test_half(name, dtype):
     assert contract.check_rows(rows_op(name, dtype), ROWS, seed=4) > 60
@@ -46,10 +49,7 @@ def test_every_number_of_rows(name):
     assert contract.check_population(rows_op(name), 512, 5, range(1, 513)) == 512
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in RUNS],
-)
+@pytest.mark.parametrize("name", by_night(BY_DAY, False))
 def test_threads_do_not_show(name):
     """Of 3,000 rows, so that torch cuts the work."""
     rows = rows_op(name)
@@ -58,13 +58,6 @@ def test_threads_do_not_show(name):
         one = rows.run(inputs)
     with threads(2):
         assert same_bytes(rows.run(inputs), one)
-
-
-@pytest.mark.parametrize(
-    "make", [pytest.param("fresh_silu", marks=pytest.mark.nightly), "fresh_softmax"]
-)
-def test_a_fresh_process(make):
-    contract.check_fresh_process(getattr(cases, make)(), 9, 7, f"tests.rowwise.cases:{make}")
 
 
 # ---- embedding: a stream of tokens ---------------------------------------------------------------
@@ -95,11 +88,21 @@ def sum_op(dtype: torch.dtype, cut: int, padding: int | None = None) -> SumOp:
     return SumOp("embedding", run, TOKENS, drawn(VOCAB, WIDTH, seed=6), cut)
 
 
-@pytest.mark.parametrize("padding", [None, 7, -1])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_every_split(dtype, padding):
+@pytest.mark.parametrize(
+    ("dtype", "padding", "cuts"),
+    [
+        (FP32, None, (1,)),
+        (BF16, 7, (16,)),
+        (FP16, -1, (7,)),
+        *(
+            pytest.param(*of, (16, 7, 1), marks=pytest.mark.nightly)
+            for of in itertools.product(cases.DTYPES, (None, 7, -1))
+        ),
+    ],
+)
+def test_every_split(dtype, padding, cuts):
     """Cut anywhere: multiples of 16, of 7, and of 1, every token for itself among them."""
-    for cut in (16, 7, 1):
+    for cut in cuts:
         assert contract.check_splits(sum_op(dtype, cut, padding), seed=8) >= 6
 
 

@@ -1,4 +1,4 @@
-"""The torch ops of rowwise: opcheck, a graph of all, vmap, tied weights, contracts."""
+"""The torch ops of rowwise: opcheck, vmap, tied weights, contracts."""
 
 from __future__ import annotations
 
@@ -115,35 +115,6 @@ def test_every_op_is_checked_and_pt2_compliant():
     for name in OPS:
         overload = getattr(torch.ops.cute_kernels, name).default
         assert torch.Tag.pt2_compliant_tag in overload.tags
-
-
-# ---- graphs --------------------------------------------------------------------------------------
-
-
-def block(ids, weight, gate, positions, state):
-    """A little of everything that a model has, in one graph."""
-    x = ck.embedding(ids, weight, padding_idx=2, main_grad=state)
-    h = ck.silu_mul(x @ gate, x @ gate.mT) + ck.gelu(x, approximate="tanh")
-    cos, sin = ck.rotary_table(positions, INVERSE, 1.2)
-    q = h.unflatten(-1, (2, 8)).transpose(1, 2)
-    q, k = ck.apply_rotary_pos_emb(q, q * 2, cos, sin, dtype=h.dtype)
-    q, k = ck.apply_rotary(q, k, cos, sin)
-    p = ck.softmax(ck.tanh(q @ k.mT), dtype=torch.float32)
-    return ck.log_softmax(p.to(h.dtype) @ q).sum() + ck.sigmoid(h).square().sum()
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_compiled_bits_are_eager_bits(main_grad):
-    results = []
-    torch.compiler.reset()
-    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        weight, gate = leaf(9, 16), leaf(16, 16, seed=1)
-        state = torch.ones(9, 16) if main_grad else None
-        loss = run(indices(9, 2, 5), weight, gate, torch.arange(10).view(2, 5), state)
-        loss.backward()
-        assert (weight.grad is None) == main_grad
-        results.append([loss.detach(), gate.grad, state if main_grad else weight.grad])
-    assert all(map(same_bytes, *results))
 
 
 # ---- autograd and vmap ---------------------------------------------------------------------------
@@ -267,35 +238,3 @@ def test_every_launcher_is_there():
         ]
         found = [inspect.signature(getattr(module, function)) for module in modules]
         assert list(found[0].parameters) == list(found[1].parameters), function
-
-
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
-def test_defaults_of_torch_do_not_show(default):
-    """torch.set_default_dtype, a default device, and torch.use_deterministic_algorithms."""
-    x, ids, dy = drawn(5, 40, dtype=BF16), indices(9, 30), drawn(30, 7)
-    weight, gradient = torch.nn.Parameter(drawn(9, 7)), drawn(6, 50)
-
-    def run():
-        weight.grad = None
-        ck.embedding(ids, weight).backward(dy)
-        clipped = torch.nn.Parameter(gradient.clone())
-        clipped.grad = gradient.clone()
-        total = ck.clip_grad_norm_(clipped, 0.5)
-        results = [function(x) for function in (ck.softmax, ck.log_softmax, ck.gelu, ck.tanh)]
-        return [*results, weight.grad, total, clipped.grad, *ck.rotary_table(ids, INVERSE, 1.3)]
-
-    want = run()
-    if default == "meta":
-        torch.use_deterministic_algorithms(True)
-        try:
-            with torch.device("meta"):
-                got = run()
-        finally:
-            torch.use_deterministic_algorithms(False)
-    else:
-        torch.set_default_dtype(default)
-        try:
-            got = run()
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert all(map(same_bytes, got, want))
