@@ -314,7 +314,7 @@ OF_PYTHON = [
         "fully_shard",
     ),
 ]
-#: And calls.c.
+#: And calls.c, which is compiled for each: one by day.
 OF_C = [
     ("  for (int i = 0; i < t.ndim; i++) *at++ = t.shape[i];", "linear"),
     ("  for (int i = 0; i < t.ndim; i++) *at++ = t.strides[i];", "linear"),
@@ -331,7 +331,11 @@ OF_C = [
 
 @pytest.mark.parametrize(
     ("function", "part", "name"),
-    [*OF_PYTHON, *(pytest.param(None, *row, marks=needs_linker) for row in OF_C)],
+    [
+        *OF_PYTHON,
+        pytest.param(None, *OF_C[0], marks=needs_linker),
+        *(pytest.param(None, *row, marks=[needs_linker, pytest.mark.nightly]) for row in OF_C[1:]),
+    ],
 )
 def test_mutants_are_killed(on_sm90, whole_way, monkeypatch, tmp_path, function, part, name):
     module = None

@@ -174,28 +174,6 @@ def test_large_times_do_not_overflow():
     assert simulation.makespan_ns == loop["end"].max()
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_what_holds_of_every_simulation(seed):
-    schedule, gpu = drawn(seed + 1000)
-    simulated = simulate(schedule, gpu)
-    gpu, _ = gpu.for_blocks(schedule.block_size)
-    assert simulated.makespan_ns >= max(simulated.alone_ns.max(initial=0), 0)
-    assert (simulated.end_ns - simulated.start_ns >= simulated.alone_ns).all()
-    assert (np.diff(simulated.start_ns) >= 0).all()
-    by_slot: dict[int, int] = {}
-    for slot, _, _, start, end in timeline(simulated):
-        assert start >= by_slot.get(slot, 0)
-        by_slot[slot] = end
-    waited = int((simulated.end_ns - simulated.start_ns - simulated.alone_ns).sum())
-    assert int(simulated.stall_ns.sum()) == waited
-    for slot, start, end in simulated.waits():
-        assert 0 <= slot < gpu.slots and start < end <= simulated.makespan_ns
-    if gpu.dq_stages == 1:
-        assert sum(end - start for _, start, end in simulated.waits()) == waited
-    free = simulate(schedule, replace(gpu, handoff_ns=0, reduce_ns=0, tile=schedule.block_size))
-    assert free.unordered_ns <= simulated.unordered_ns
-
-
 def test_query_heads_of_a_ticket_are_walked_one_after_another():
     """As the mask repeated once per query head, in lists that go through it copy by copy."""
     blocks = np.random.default_rng(4).integers(0, 3, (7, 5)).astype(np.uint8)

@@ -1,8 +1,10 @@
-"""Tests of the traffic estimate: against an exact cache, and against what was measured."""
+"""Tests of the traffic estimate against what was measured.
+
+Hashes of what is selected by it: tests/schedulers/test_version.py.
+"""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model import candidates, selection
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.simulation import simulate
-from cute_kernels.schedulers.model.traffic import Gaps, memory_ns
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.ranks import block_grid
 from cute_kernels.schedulers.order.safety import check
@@ -21,26 +22,6 @@ OURS = machine("cute_sm90_d128")
 def plan_of(grid, kind: str, walk: str) -> tuple[list, int]:
     plans = candidates.named_plans(grid, selection.WALKS, shortest=True)
     return plans, next(i for i, plan in enumerate(plans) if (plan.kind, plan.walk) == (kind, walk))
-
-
-def test_first_writers_are_always_fetched_and_near_ones_never():
-    """Two tickets of three tiles: the second writes each 10 ticks after the first."""
-    gaps = Gaps()
-    for before in (0, 10):
-        turn = np.full((4, 1, 1), before, np.int32)
-        gaps.read(turn)
-        turn += np.int32(10)
-        gaps.write(None, None, None, (None, turn), np.array([3]), 1)
-    assert gaps.fetched(3, 20) == 0.5
-    assert gaps.fetched(1, 20) == 1.0
-    assert Gaps().fetched(3, 20) == 0.0
-
-
-def test_memory_adds_a_wait_each_or_takes_longer_than_all_else():
-    gpu = machine(fetch_ns=30, fetch_wait_ns=2)
-    assert memory_ns(gpu, 100, 5000) == 200
-    assert memory_ns(gpu, 1000, 5000) == 25000
-    assert memory_ns(gpu, 0, 5000) == 0
 
 
 # Causal, D = 128, 4 query heads to each KV head, one H200: tokens, KV heads, kind, walk, heads in
