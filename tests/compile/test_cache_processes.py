@@ -90,44 +90,47 @@ def test_the_race_test_sees_a_missing_lock(run):
     assert builds > 1
 
 
-#: Where a process is killed: (name, function in os, what it does before, at which call).
-KILLED = {
-    "before the object": ("replace", "assert Path(args[0]).stat().st_size > 0", 1),
-    "before the manifest": ("replace", "assert Path(args[0]).stat().st_size > 0", 2),
-    # Half of the bytes are in the temporary file; its name was never given.
-    "in a write": ("fsync", "os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)", 1),
-}
-
-
-@pytest.mark.parametrize("where", KILLED)
-def test_a_killed_process_leaves_nothing_half_written(run, where):
-    name, before, count = KILLED[where]
-    builds, _ = run(f"""
+def test_a_killed_process_leaves_nothing_half_written(run):
+    """Before the object has its name, before the manifest has, and in a write."""
+    builds, _ = run("""
     cache.get(toy.kernel(1, counter), toy.ARCH)  # the root exists
-    real, calls = os.{name}, []
-
-    def dying(*args):
-        {before}
-        calls.append(args)
-        if len(calls) == {count}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
-
-    def work():
-        os.{name} = dying
-        cache.get(toy.kernel(7, counter), toy.ARCH)
-
-    assert status(in_child(work)) == -signal.SIGKILL
     root = Path(os.environ["CUTE_KERNELS_CACHE_DIR"])
-    assert [path for path in root.glob(".toy-*") if path.is_file()], "killed before the temp file"
-    (lock,) = [path for path in root.glob("*.lock") if not path.with_suffix(".manifest").exists()]
-    assert not toy.is_locked(lock)
-    for _ in range(2):
-        assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
-        assert not list(root.glob(".*"))
-        cache.clear()
+
+    def whole(path, *_):
+        assert path.stat().st_size > 0
+
+    def half(descriptor):
+        # Half of the bytes are in the temporary file; its name was never given.
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+
+    def killed(value, name, before, at):
+        real, calls = getattr(os, name), []
+
+        def dying(*args):
+            before(*args)
+            calls.append(args)
+            if len(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        def work():
+            setattr(os, name, dying)
+            cache.get(toy.kernel(value, counter), toy.ARCH)
+
+        assert status(in_child(work)) == -signal.SIGKILL
+        assert [path for path in root.glob(".toy-*") if path.is_file()], "killed before the file"
+        (lock,) = [p for p in root.glob("*.lock") if not p.with_suffix(".manifest").exists()]
+        assert not toy.is_locked(lock)
+        for _ in range(2):
+            assert cache.get(toy.kernel(value, counter), toy.ARCH)() == value
+            assert not list(root.glob(".*"))
+            cache.clear()
+
+    killed(7, "replace", whole, 1)
+    killed(8, "replace", whole, 2)
+    killed(9, "fsync", half, 1)
     """)
-    assert builds == 3  # the first kernel, the killed build, the one after it
+    assert builds == 1 + 3 * 2  # the first kernel; each killed build and the one after it
 
 
 def test_a_waiter_takes_over_when_the_builder_is_killed(run):
