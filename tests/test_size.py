@@ -53,10 +53,10 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/oracles": (1387, ""),
     "tests/perf": (4786, ""),
     "tests/rowwise": (2477, ""),
-    "tests/runtime": (2144, ""),
-    "tests/schedulers": (4489, ""),
+    "tests/runtime": (2148, ""),
+    "tests/schedulers": (4448, ""),
     "tests/sparse_attn": (12326, "Ranges against their rule, query by query"),
-    "tests/verify": (2767, ""),
+    "tests/verify": (2770, ""),
     "verify": (2941, "code of a file once a text"),
     "tests/ranks": (449, "one launcher of ranks"),
 }
