@@ -9,20 +9,15 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
-from tests.sparse_attn import cases
+from tests.sparse_attn import pack_cases
 
 H, HKV, D, S = 2, 1, 64, 300
 CACHED = 280
-#: Where the tensors are; a card's process sets it.
-DEVICE = "cpu"
 
 
 def inputs(length: int, seed: int = 1) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output.  dQ does not feel what all keys share, but the parts
-    that it sums do: a sum in another order shows through bf16."""
-    x = cases.inputs(1, H, HKV, length, length, D, seed=seed)
-    tensors = x.q.detach(), x.k.detach() + 64, x.v.detach(), x.dout
-    return [t.to(DEVICE) for t in tensors]
+    """q, k, v and the gradient of the output of one sequence, where `pack_cases` has tensors."""
+    return [t[None] for t in pack_cases.drawn(length, seed, heads=(H, HKV), dim=D)[:4]]
 
 
 def differentiated(run, leaves, dout) -> list[torch.Tensor]:
@@ -35,17 +30,19 @@ def differentiated(run, leaves, dout) -> list[torch.Tensor]:
 def alone(length: int, seed: int = 1, window: int | None = None) -> list[torch.Tensor]:
     *leaves, dout = inputs(length, seed)
     left = None if window is None else window - 1
-    mask = BlockMask.sliding_window(length, length, left=left, right=0, device=DEVICE)
+    mask = BlockMask.sliding_window(length, length, left=left, right=0, device=pack_cases.DEVICE)
     run = functools.partial(api.block_sparse_attention, block_mask=mask, schedule="spt")
     return differentiated(run, leaves, dout)
 
 
 def behind(pads: tuple[int, ...], lengths: tuple[int, ...], width: int) -> list[list[torch.Tensor]]:
     """Per sequence its [out, dq, dk, dv] in one batch, ``pads`` columns of NaN before it."""
-    batch, real = [], torch.zeros(len(pads), width, dtype=torch.bool, device=DEVICE)
+    batch, real = [], torch.zeros(len(pads), width, dtype=torch.bool, device=pack_cases.DEVICE)
     for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
         shapes = [(1, width, *t.shape[2:]) for t in inputs(length)]
-        full = [torch.full(s, torch.nan, dtype=torch.bfloat16, device=DEVICE) for s in shapes]
+        full = [
+            torch.full(s, torch.nan, dtype=torch.bfloat16, device=pack_cases.DEVICE) for s in shapes
+        ]
         for whole, part in zip(full, inputs(length, seed=b + 1), strict=True):
             whole[:, pad : pad + length] = part
         real[b, pad : pad + length] = True
@@ -70,7 +67,7 @@ def packed(cut: int, window: int | None) -> tuple[list[torch.Tensor], list[torch
     """[out, dq, dk, dv] of a pack of documents [0, cut) and [cut, S), and the documents alone."""
     parts = [inputs(cut), inputs(S - cut, seed=2)]
     *leaves, dout = (torch.cat(t, dim=1) for t in zip(*parts, strict=True))
-    kv = torch.arange(S, device=DEVICE)
+    kv = torch.arange(S, device=pack_cases.DEVICE)
     q = kv[:, None]
     dense = (kv <= q) & ((q < cut) == (kv < cut))
     if window:
@@ -90,10 +87,10 @@ def cached(window: int, pad: int, chunks: list[tuple[int, int]]) -> torch.Tensor
     for first, last in chunks:
         dropped = max(pad + first - (window - 1), 0)
         keys = slice(dropped, pad + last)
-        column = torch.arange(dropped, pad + last, device=DEVICE)
-        row = torch.arange(pad + first, pad + last, device=DEVICE)[:, None]
+        column = torch.arange(dropped, pad + last, device=pack_cases.DEVICE)
+        row = torch.arange(pad + first, pad + last, device=pack_cases.DEVICE)[:, None]
         dense = (column <= row) & (column > row - window) & (column >= pad)
-        padding = torch.arange(pad + last, device=DEVICE)[None] >= pad
+        padding = torch.arange(pad + last, device=pack_cases.DEVICE)[None] >= pad
         sizes = (1, last - first, pad + last - dropped)
         visible = api.seen_columns(dense[None, None])
         spans = api.kv_ranges(visible, padding, pad + first, dropped, sizes)

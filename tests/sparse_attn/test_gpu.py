@@ -59,6 +59,7 @@ from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
 )
 from tests.sparse_attn.test_sequences import (  # noqa: F401
     test_a_cache_that_drops_its_oldest_keys,
+    test_neighbours_in_a_varlen_batch_do_not_show,
     test_packs,
     test_padding_on_either_side,
 )
@@ -72,7 +73,6 @@ dim = test_sequences.dim
 @pytest.fixture(autouse=True)
 def on_card(monkeypatch):
     """Tests and cases that are shared with a CPU have their tensors on the card."""
-    monkeypatch.setattr(sequence_cases, "DEVICE", DEVICE)
     monkeypatch.setattr(pack_cases, "DEVICE", DEVICE)
     monkeypatch.setattr(test_fwd_sm90_battery, "run", run_there)
 
@@ -226,17 +226,6 @@ def test_drawn_packs(first):
         drawn = pack_cases.drawn(sum(lengths), seed, *of_seed)
         out = pack_cases.packed(drawn, lengths, *rule)
         assert not pack_cases.differing(out, pack_cases.alone(drawn, lengths, *rule)), seed
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_neighbours_in_a_pack(dim):
-    """NaN in them shows nowhere."""
-    tensors, inside = pack_cases.drawn(700, dim=dim), slice(300, 531)
-    want = pack_cases.packed(pack_cases.cut(tensors, inside), [231])
-    for t in tensors[:4]:
-        t[:300] = t[531:] = torch.nan
-    out = pack_cases.packed(tensors, [300, 231, 169])
-    assert pack_cases.differing(pack_cases.cut(out, inside), want) == []
 
 
 def test_a_padded_batch_is_a_launch_for_each():
