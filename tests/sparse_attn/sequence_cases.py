@@ -39,10 +39,7 @@ def behind(pads: tuple[int, ...], lengths: tuple[int, ...], width: int) -> list[
     """Per sequence its [out, dq, dk, dv] in one batch, ``pads`` columns of NaN before it."""
     batch, real = [], torch.zeros(len(pads), width, dtype=torch.bool, device=pack_cases.DEVICE)
     for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
-        shapes = [(1, width, *t.shape[2:]) for t in inputs(length)]
-        full = [
-            torch.full(s, torch.nan, dtype=torch.bfloat16, device=pack_cases.DEVICE) for s in shapes
-        ]
+        full = [t.new_full((1, width, *t.shape[2:]), torch.nan) for t in inputs(length)]
         for whole, part in zip(full, inputs(length, seed=b + 1), strict=True):
             whole[:, pad : pad + length] = part
         real[b, pad : pad + length] = True
