@@ -1,6 +1,7 @@
-"""Block-sparse attention on a GPU: values, the battery, streams, packs, sinks, masks by head.
+"""Block-sparse attention on a GPU: values, the battery, streams, packs, sinks.
 
-The backward has a file of its own, test_backward_gpu.py.  Passed on an H200: docs/attention.md.
+The backward has a file of its own, test_backward_gpu.py; sinks and masks by head have cases of a
+card in test_sinks.py and test_stacked.py.  Passed on an H200: docs/attention.md.
 """
 
 from __future__ import annotations
@@ -24,15 +25,12 @@ from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from tests import contract
 from tests.contract import same_bytes
 from tests.sparse_attn import (
-    cases,
     pack_cases,
     pack_tables,
     sequence_cases,
-    stacked_cases,
     test_fwd_sm90_battery,
     test_sequences,
 )
-from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
     HEADS,
@@ -50,7 +48,7 @@ from tests.sparse_attn.gpu_cases import (
     require_same,
 )
 from tests.sparse_attn.simulated_fwd import Case
-from tests.sparse_attn.sink_cases import S, drawn_sinks
+from tests.sparse_attn.sink_cases import drawn_sinks
 from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
     test_forms,
     test_neighbours,
@@ -300,25 +298,7 @@ def test_offsets_on_the_card(dim, rule):
         assert (lse == -torch.inf).all(), lengths
 
 
-# ---- sinks, and masks by query head --------------------------------------------------------------
-
-
-def drawn_blocks(length: int) -> torch.Tensor:
-    """Half of the blocks of a causal mask."""
-    blocks = -(-length // 128)
-    is_allowed = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(8)) < 0.5
-    whole = is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length]
-    return (whole & torch.ones(length, length, dtype=torch.bool).tril())[None, None]
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("length", [S, 2100])
-def test_equal_masks_have_the_bytes_of_one(dim, length):
-    """The same mask for each head, and one for all: tickets from the left have one order."""
-    x, options = cases.inputs(1, 4, 2, length, length, dim, seed=1), {"schedule": "left_to_right"}
-    one = stacked_cases.dense(1)[:, 3:] if length == S else drawn_blocks(length)
-    masks = (BlockMask.from_dense(m) for m in (one, one.expand(1, 4, length, length)))
-    assert all(map(same_bytes, *(attended(x, m, device=DEVICE, **options) for m in masks)))
+# ---- sinks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", VALUE_DIMS)

@@ -1,4 +1,4 @@
-"""Masks by query head under GQA on SM90: gradients in the simulator, their bits, mutants."""
+"""Masks by query head under GQA: gradients in the simulator and on the card, bits, mutants."""
 
 from __future__ import annotations
 
@@ -19,15 +19,6 @@ from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.gpu_cases import GPU
 from tests.sparse_attn.sink_cases import drawn_sinks, excess
-from tests.sparse_attn.stacked_cases import (
-    HEADS,
-    KV_HEADS,
-    MASKS,
-    NAMES,
-    S,
-    dense,
-    windows,
-)
 
 #: While the kernels are proved the first of `test_values` runs at every commit.
 SIM = certified.marks("sparse_attn", "test_values")
@@ -39,6 +30,36 @@ def simulated(test):
     for mark in SIM:
         test = mark(test)
     return test
+
+
+S, HEADS, KV_HEADS = 200, 4, 2
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def dense(batch: int, seed: int = 3) -> torch.Tensor:
+    """Other blocks for each head, some of them empty, rows without keys, a causal rule in two."""
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.rand(batch, HEADS, S, S, generator=generator) < 0.3
+    out[:, 0, :, 128:] = False
+    out[:, 1] = torch.ones(S, S).tril() > 0
+    out[:, 2, 30:40] = out[:, 2, 128:] = False
+    out[:, 3] &= torch.ones(S, S).tril() > 0
+    return out
+
+
+def windows() -> BlockMask:
+    """A band, in blocks that each head chose for itself."""
+    count = torch.tensor([[[1, 2], [1, 1], [1, 2], [1, 1]]], dtype=torch.int32)
+    index = torch.tensor([[[[0, 0], [0, 1]], [[0, 0], [1, 0]]] * 2], dtype=torch.int32)
+    blocks = BlockMask.from_blocks(count, index, S, S)
+    return blocks & BlockMask.sliding_window(S, S, left=90, right=0)
+
+
+MASKS = {
+    "bits of one batch": lambda: BlockMask.from_dense(dense(1)),
+    "bits of each batch": lambda: BlockMask.from_dense(dense(2)),
+    "windows": windows,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +76,11 @@ def on_sm90(**options):
     refusal = mock.patch.object(arch, "refusal", lambda backend, device: None)
     with pack_cases.on_sm90(wgmma_math="hopper", **options), refusal:
         yield
+
+
+def engine(device: str):
+    """The simulator for tensors of the CPU."""
+    return on_sm90() if device == "cpu" else contextlib.nullcontext()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +105,7 @@ def test_values(device, name, dim, dtype, softcap, with_lse):
     """In the simulator; on the card the bytes repeat, too."""
     x = cases.inputs(2, HEADS, KV_HEADS, S, S, dim, dtype, seed=dim)
     mask, sinks = MASKS[name](), drawn_sinks(HEADS)
-    with on_sm90() if device == "cpu" else contextlib.nullcontext():
+    with engine(device):
         out, *again = (
             attended(x, mask, sinks, with_lse, device, softcap=softcap)
             for _ in range(1 if device == "cpu" else 21)
@@ -89,24 +115,33 @@ def test_values(device, name, dim, dtype, softcap, with_lse):
     assert all(ratio <= 1 for ratio in above.values()), above
 
 
-def alike(schedule: str = "left_to_right", **options) -> tuple[list, list]:
-    """Results of one mask for all heads, and of the same mask given for each.
+def drawn_blocks(length: int) -> torch.Tensor:
+    """Half of the blocks of a causal mask."""
+    blocks = -(-length // 128)
+    is_allowed = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(8)) < 0.5
+    whole = is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length]
+    return (whole & torch.ones(length, length, dtype=torch.bool).tril())[None, None]
+
+
+@pytest.mark.parametrize(
+    ("device", "dim", "length"),
+    [
+        pytest.param("cpu", 64, S, marks=SIM),
+        *(pytest.param("cuda", d, n, marks=GPU) for d in (64, 128) for n in (S, 2100)),
+    ],
+)
+def test_equal_masks_have_the_bytes_of_one(device, dim, length):
+    """One mask for all heads, and the same mask given for each.
 
     Tickets from the left, each with its rows ascending: a group's heads come one after another
     both ways, so that every sum has one order.
     """
-    x = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=1)
-    one = dense(1)[:, 3:]
-    with on_sm90(**options):
-        shared = attended(x, BlockMask.from_dense(one), schedule=schedule)
-        own = attended(x, BlockMask.from_dense(one.expand(1, HEADS, S, S)), schedule=schedule)
-    return shared, own
-
-
-@simulated
-def test_equal_masks_have_the_bytes_of_one():
-    shared, own = alike()
-    assert {n for n, a, b in zip(NAMES, shared, own, strict=True) if not same_bytes(a, b)} == set()
+    x = cases.inputs(1, HEADS, KV_HEADS, length, length, dim, seed=1)
+    one = dense(1)[:, 3:] if length == S else drawn_blocks(length)
+    masks = (BlockMask.from_dense(m) for m in (one, one.expand(1, HEADS, length, length)))
+    with engine(device):
+        results = [attended(x, m, device=device, schedule="left_to_right") for m in masks]
+    assert {n for n, a, b in zip(NAMES, *results, strict=True) if not same_bytes(a, b)} == set()
 
 
 @simulated
@@ -158,7 +193,7 @@ def reversed_heads(of, dq):
 )
 def test_mutants_are_killed(name, mutant):
     with mock.patch.object(pack_gqa.PackedGqa, name, mutant), pytest.raises(AssertionError):
-        test_equal_masks_have_the_bytes_of_one()
+        test_equal_masks_have_the_bytes_of_one("cpu", 64, S)
 
 
 def test_a_short_mask_is_stacked():
