@@ -298,7 +298,7 @@ def test_offsets_on_the_card(dim, rule):
         assert (lse == -torch.inf).all(), lengths
 
 
-# ---- sinks ----------------------------------------------------------------------------------------
+# ---- sinks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", VALUE_DIMS)
