@@ -133,7 +133,7 @@ def find(config: object, device: str) -> Iterator[Refusal]:
     yield from _engine(config, device)
     order = ranks.order_of(config)
     if is_mixture and order != ranks.CHAIN:
-        want = f"{ranks.CHAIN!r} for a mixture of experts (grouped products have no other)"
+        want = f"{ranks.CHAIN!r} for a mixture of experts (the plug-in has no other)"
         yield Refusal("order", want, repr(order))
 
 

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -377,7 +378,7 @@ def _limited(seconds: int) -> Iterator[None]:
 
 
 def outcome(kind: str, limit: int = LIMIT) -> tuple[str, str]:
-    """(complete | differs | refused | MoE | not built | not decided, details) of one type."""
+    """Outcome of one type, of the page's or "differs", "inconsistent", "not decided"; details."""
     try:
         with _limited(limit):
             return _outcome(kind)
@@ -395,7 +396,8 @@ def _outcome(kind: str) -> tuple[str, str]:
         report = ck.patch(net, strict=True)
     except PatchError as error:
         lines = str(error).splitlines()[1:-1]
-        return "MoE" if moe else "refused", " | ".join(line.strip() for line in lines[:6])[:700]
+        reasons = " | ".join(line.strip() for line in lines[:6])[:700]
+        return "refused (MoE)" if moe else "refused", reasons
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"[:300]
     if not _is_the_same_function(kind, net):
@@ -420,8 +422,18 @@ def _outcome(kind: str) -> tuple[str, str]:
 PAGE = Path(__file__).parents[3] / "docs" / "model_families.md"
 _HEADER = """# Which causal LMs are complete
 
-Every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the first layer
-of each kind, 4 heads of 64, 2 heads of keys, 133 tokens ({date}, commit {commit}).
+| model | `ck.patch` | `mesh=` | vLLM plug-in |
+| --- | --- | --- | --- |
+| Llama 3, Mistral, Qwen 2 and 2.5, Qwen 3, Gemma 3 (text) | yes | yes | yes |
+| Gemma 2, Phi-3, OLMo 2, GPT-NeoX | yes | yes | refused |
+| Mixtral, OLMoE, Qwen 2 MoE, Qwen 3 MoE | yes | in `tree` | one GPU, in `chain` |
+| DeepSeek-V3, gpt-oss, Llama 4 (text), GLM-4 MoE | yes | refused | refused |
+| Qwen2.5-VL and others with images | the text, with [`skip=`](model.md) | refused | refused |
+| Qwen3-Next, Nemotron-H, Granite 4 hybrid, Falcon-H1, Jamba | refused | refused | refused |
+| FP8, INT8, INT4 weights | left, so `strict=True` refuses | refused | refused |
+
+Below: every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the
+first layer of each kind, 4 heads of 64, 2 heads of keys, 133 tokens ({date}, commit {commit}).
 `print(ck.patch(model))` has each reason in full.
 
 - **complete**: `ck.patch(strict=True)` accepts it, and a row's logits, and the gradient of its
@@ -429,9 +441,8 @@ of each kind, 4 heads of 64, 2 heads of keys, 133 tokens ({date}, commit {commit
   on the left alone too), in chunks, with a dynamic and a static cache, and in a pack, where the
   model tells packs apart; else packs are refused.  At 300 tokens it is as near to float32 as the
   unpatched model.
-- **inconsistent**: accepted, but the unpatched model in float32 computes other numbers there.
-- **refused**: the first of what torch still computes; **MoE**: of a mixture of experts.
-- **not built**: no tiny config builds here.  **not decided**: it took too long.
+- **refused**: the first of what torch still computes; **refused (MoE)**: of a mixture of experts.
+- **not built**: no tiny config builds here.
 
 {counts}
 
@@ -480,9 +491,7 @@ def _rank(row: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
 
 def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
     """The page of docs."""
-    counts: dict[str, int] = {}
-    for state, _ in outcomes.values():
-        counts[state] = counts.get(state, 0) + 1
+    counts = Counter(state for state, _ in outcomes.values())
     text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     header = _HEADER.format(
         version=transformers.__version__, date=date, commit=commit, counts=f"{text}."
