@@ -6,6 +6,7 @@ import functools
 from unittest import mock
 
 import torch
+import torch._dynamo  # checkpoint imports it: here once, before the ranks are forked
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate

@@ -27,19 +27,9 @@ from tests.hang import HANG_SECONDS
 from tests.integrations.vllm import processes, unchanged
 from tests.ranks import ROOT
 
-#: Files that run an engine on a model that the plug-in takes.
+#: Files that run an engine on a model that the plug-in takes; why not others:
+#: perf/results/vllm.md.
 APPLICABLE = ("test_batch_invariance.py", "test_online_batch_invariance.py")
-#: Why the plug-in has no part in other files, by a part of their names.
-NOT_APPLICABLE = {
-    "vlm": "a multimodal model: the plug-in refuses its architecture",
-    "cutlass": "FP8, NVFP4 and mixtures, in vLLM's own batch-invariant kernels",
-    "lora": "LoRA, which the plug-in refuses",
-    "nvfp4": "NVFP4: the plug-in refuses quantized weights",
-    "mx_linear": "MXFP4 and MXFP8 on ROCm",
-    "matmul": "calls vLLM's own batch-invariant kernels, which the plug-in does not use",
-    "rms_norm": "calls vLLM's own batch-invariant kernels, which the plug-in does not use",
-    "xpu": "Intel GPUs",
-}
 #: Passes if log-probs differ once VLLM_BATCH_INVARIANT is off, and says this if none does.
 INVERSE, NOTHING_DIFFERS = "without_batch_invariance_should_fail", "UNEXPECTED: All"
 #: Sizes that vLLM's tests read, for a CPU.
@@ -174,16 +164,14 @@ def is_right(record: dict) -> bool:
 
 
 def print_table(records: list[dict], files: list[str]) -> None:
-    """Print the outcome of each test, and why other files do not apply."""
+    """Print the outcome of each test, and the files that do not apply."""
     print("| test | outcome | seconds | |\n| --- | --- | --- | --- |")
     for record in records:
         reason = " ".join(record["reason"].split())[:160].replace("|", "/")
         print(f"| {record['test']} | {record['outcome']} | {record['seconds']} | {reason} |")
     for name in files:
         if name not in APPLICABLE:
-            reasons = (why for part, why in NOT_APPLICABLE.items() if part in name)
-            reason = next(reasons, "not known here: not run")
-            print(f"| {name} | does not apply | | {reason} |")
+            print(f"| {name} | does not apply | | |")
 
 
 def main() -> int:

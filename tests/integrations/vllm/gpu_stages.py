@@ -119,34 +119,24 @@ def draw_many(model: str, seconds: float) -> None:
 
 
 def score_many(model: str, seconds: float) -> None:
-    """Score the rounds until the seconds are spent; the control first."""
-    began, start = time.time(), None
+    """Score the rounds until the seconds are spent; the control last."""
+    began, end = time.time(), None
     paths = sorted(WORK.glob(f"many_{model}_*.pt"))
     trained = large.load_trainer(model)
-    score = large.score_with(trained)
-    count, differ, longest, distinct = Counter(), Counter(), Counter(), {}
+    score, count, differ = large.score_with(trained), Counter(), Counter()
     for done, path in enumerate(paths, 1):
         kind = path.stem.rsplit("_", 1)[1]
-        for part in (large.Scores(*one) for one in torch.load(path)):
-            counts = large.count_differing([part], score)
-            differ[kind] += counts["differ"]
-            count[kind] += counts["count"]
-            longest[kind] = max(longest[kind], part.ids.shape[1])
-            values = part.logps.unique()
-            distinct[kind] = max(distinct.get(kind, 0), values.numel())
-        start = start or time.time()  # the first round compiles kernels
-        numbers = {"count": dict(count), "differ": dict(differ), "longest": dict(longest)}
-        say("many_trainer", "so_far", of=model, rounds=f"{done} of {len(paths)}", **numbers)
-        if time.time() - start > seconds:
+        counts = large.count_differing((large.Scores(*one) for one in torch.load(path)), score)
+        count[kind] += counts["count"]
+        differ[kind] += counts["differ"]
+        numbers = {"rounds": f"{done} of {len(paths)}", "kinds": dict(count)}
+        say("many_trainer", "so_far", of=model, **numbers, differ=dict(differ))
+        end = end or time.time() + seconds  # the first round compiles kernels
+        if time.time() > end:
             break
-    total = {"count": sum(count.values()), "differ": sum(differ.values())}
-    numbers = {
-        "kinds": numbers,
-        "distinct_in_a_file": distinct,
-        "rounds": f"{done} of {len(paths)}",
-    }
+    numbers |= {"count": count.total(), "differ": differ.total()}
     took = round(time.time() - began, 1)
-    say("many_trainer", "engine_vs_trainer", of=model, **total, **numbers, seconds=took)
+    say("many_trainer", "engine_vs_trainer", of=model, **numbers, seconds=took)
     del trained, score
     control(model, paths[-1])
 
