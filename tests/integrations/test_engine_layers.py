@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels.integrations import engine_layers
-from tests.anchors import replaced
+from tests.anchors import planted
 from tests.contract import same_bytes
 from tests.integrations import moe_models
 
@@ -55,40 +52,38 @@ def block_of(kind: str, norm: bool | None, dtype: torch.dtype) -> torch.nn.Modul
     return block
 
 
-def engine(
-    module: ModuleType, block: torch.nn.Module, x: torch.Tensor, norm: bool | None
-) -> torch.Tensor:
+def engine(block: torch.nn.Module, x: torch.Tensor, norm: bool | None) -> torch.Tensor:
     """The block as an engine computes it, from weights of an engine's layout."""
-    rule = module.rule_of(type(block.gate).__name__, norm)
+    rule = engine_layers.rule_of(type(block.gate).__name__, norm)
     logits = ck.linear(x, block.gate.weight)
-    weights, indices = module.route(logits, block.gate.top_k, rule)
+    weights, indices = engine_layers.route(logits, block.gate.top_k, rule)
     w13, w2 = block.experts.gate_up_proj, block.experts.down_proj
-    y = module.experts(x, w13, w2, weights, indices)
+    y = engine_layers.experts(x, w13, w2, weights, indices)
     if not hasattr(block, "shared_expert"):
         return y
     gate = ck.linear(x, block.shared_expert_gate.weight)
-    return module.gated(block.shared_expert(x), gate) + y
+    return engine_layers.gated(block.shared_expert(x), gate) + y
 
 
 def rows(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
-def compare(module: ModuleType, kind: str, norm: bool | None, dtype: torch.dtype) -> None:
+def compare(kind: str, norm: bool | None, dtype: torch.dtype) -> None:
     """The engine's rows are the trainer's, in one batch and one by one."""
     block, x = block_of(kind, norm, dtype), rows(dtype)
     with torch.no_grad():
         trainer = block(x[None])[0]
-        assert same_bytes(engine(module, block, x, norm), trainer)
+        assert same_bytes(engine(block, x, norm), trainer)
         for token in (0, 7, TOKENS - 1):
-            alone = engine(module, block, x[token : token + 1], norm)
+            alone = engine(block, x[token : token + 1], norm)
             assert same_bytes(alone, trainer[token : token + 1])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("kind", "norm"), FAMILIES)
 def test_rows_are_the_trainers(kind, norm, dtype):
-    compare(engine_layers, kind, norm, dtype)
+    compare(kind, norm, dtype)
 
 
 def test_routers_of_other_families_have_no_rule():
@@ -100,7 +95,7 @@ def test_routers_of_other_families_have_no_rule():
 def test_no_tokens():
     block = block_of("mixtral", None, torch.bfloat16)
     with torch.no_grad():
-        assert engine(engine_layers, block, rows(torch.bfloat16)[:0], None).shape == (0, WIDTH)
+        assert engine(block, rows(torch.bfloat16)[:0], None).shape == (0, WIDTH)
 
 
 def on_gpu_layer() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
@@ -118,9 +113,9 @@ def test_a_graph_follows_its_tokens():
     with torch.no_grad():
         want = [block(x[None])[0] for x in (first, second)]
         x, graph = first.clone(), torch.cuda.CUDAGraph()
-        engine(engine_layers, block, x, True)  # compiles
+        engine(block, x, True)  # compiles
         with torch.cuda.graph(graph):
-            out = engine(engine_layers, block, x, True)
+            out = engine(block, x, True)
         for tokens, value in zip((first, second), want, strict=True):
             x.copy_(tokens)
             graph.replay()
@@ -132,11 +127,11 @@ def test_a_graph_follows_its_tokens():
 def test_no_host_sync():
     block, x, _ = on_gpu_layer()
     with torch.no_grad():
-        engine(engine_layers, block, x, True)  # compiles
+        engine(block, x, True)  # compiles
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            engine(engine_layers, block, x, True)
+            engine(block, x, True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -173,20 +168,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def mutant_of(folder: Path, old: str, new: str) -> ModuleType:
-    """The module with one text replaced."""
-    path = folder / "mutant.py"
-    text = Path(engine_layers.__file__).read_text()
-    path.write_text(replaced({"module": text}, old, new)["module"])
-    spec = importlib.util.spec_from_file_location("cute_kernels.integrations.mutant", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_killed(tmp_path, name):
-    old, new, family, dtype = MUTANTS[name]
-    mutant = mutant_of(tmp_path, old, new)
-    with pytest.raises(AssertionError):
-        compare(mutant, *family, dtype)
+@pytest.mark.parametrize(("old", "new", "family", "dtype"), MUTANTS.values(), ids=MUTANTS)
+def test_killed(old, new, family, dtype):
+    with planted(engine_layers, (old, new)), pytest.raises(AssertionError):
+        compare(*family, dtype)
