@@ -326,6 +326,8 @@ def test_one_graph_for_every_length_and_padding(device, kind, plain, backend, gr
         assert seen[2:] == seen[2:3] * len(seen[2:])
 
 
+# By day with the bytes of eager mode, after ck.patch: tests/model/patch/test_compile.py.
+@pytest.mark.nightly
 def test_compiled_training_has_the_gradients(graphs):
     model = small("mistral").train()
     ids = torch.randint(0, 97, (2, 90), generator=torch.Generator().manual_seed(3))
