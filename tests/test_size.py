@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/compile": (2716, ""),
     "tests/demo": (401, ""),
     "tests/gemm": (5041, ""),
-    "tests/integrations": (10308, ""),
+    "tests/integrations": (10271, ""),
     "tests/kernels": (363, ""),
     "tests/logp": (6120, ""),
     "tests/mhc": (7225, ""),
