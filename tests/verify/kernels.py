@@ -7,13 +7,10 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
 F32, I32 = cutlass.Float32, cutlass.Int32
 COLUMNS = 64  # columns of the ordered sums, and threads of their CTAs
@@ -71,119 +68,41 @@ def compile_elementwise(extra=""):
 
 
 class RowCopy:
-    """y[row] = x[row], one row per CTA, with row offsets as wide as the strides are."""
+    """y[row] = x[row], one row per CTA, with row offsets as wide as the strides are.
 
-    @cute.jit
-    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
-        self.kernel(x, y).launch(
-            grid=[cute.size(x, mode=[0]), 1, 1], block=[COLUMNS, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, x: cute.Tensor, y: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.block_idx()
-        y[row, thread] = x[row, thread]
-
-
-def compile_row_copy(strides):
-    """`strides`: "int64", "int32" (a 32-bit variable) or a constant."""
-    make = {"int64": cute.sym_int64, "int32": cute.sym_int}
-    x, y = (
-        _rows(F32, strides if isinstance(strides, int) else make[strides](divisibility=4))
-        for _ in range(2)
-    )
-    return cute.compile(RowCopy(), x, y, make_fake_stream())
-
-
-class DependentLaunch:
-    """y = x, launched before its predecessor has ended; `wait`: "first", "late" or "never"."""
+    wait: Where a launch before its predecessor's end waits for it: "first", "late" or "never"; ""
+    for one after it.
+    """
 
     def __init__(self, wait):
         self.wait = wait
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
-        self.kernel(x, y).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream, use_pdl=True)
+        grid = [cute.size(x, mode=[0]), 1, 1]
+        early = self.wait != ""
+        self.kernel(x, y).launch(grid=grid, block=[COLUMNS, 1, 1], stream=stream, use_pdl=early)
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.wait == "first"):
             cute.arch.griddepcontrol_wait()
-        value = x[thread]
+        value = x[row, thread]
         if cutlass.const_expr(self.wait == "late"):
             cute.arch.griddepcontrol_wait()
-        y[thread] = value
+        y[row, thread] = value
 
 
-def compile_dependent_launch(wait):
-    return cute.compile(DependentLaunch(wait), _vector(F32), _vector(F32), make_fake_stream())
-
-
-class Multiply:
-    """One warpgroup multiplies one 64 x n x 16 tile of bf16."""
-
-    def __init__(self, n):
-        self.n = n
-
-    @cute.jit
-    def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
-        dtype = cutlass.BFloat16
-        mma = sm90.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, F32, (1, 1, 1), (64, self.n)
-        )
-        tile = (64, self.n, 16)
-        layout_a = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, dtype, 1)
-        layout_b = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, 1)
-        self.kernel(mma, a, b, c, layout_a, layout_b).launch(
-            grid=[1, 1, 1], block=[128, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        mma: cute.TiledMma,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        c: cute.Tensor,
-        layout_a: cute.ComposedLayout,
-        layout_b: cute.ComposedLayout,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        smem = SmemAllocator()
-        dtype = cutlass.BFloat16
-        s_a = smem.allocate_tensor(dtype, layout_a.outer, 1024, swizzle=layout_a.inner)
-        s_b = smem.allocate_tensor(dtype, layout_b.outer, 1024, swizzle=layout_b.inner)
-        for k in cutlass.range_constexpr(16):
-            if thread < 64:
-                s_a[thread, k, 0] = a[thread, k]
-            if thread < self.n:
-                s_b[thread, k, 0] = b[thread, k]
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
-        part = mma.get_slice(thread)
-        f_a = mma.make_fragment_A(part.partition_A(s_a))
-        f_b = mma.make_fragment_B(part.partition_B(s_b))
-        t_c = part.partition_C(c)
-        acc = cute.make_rmem_tensor(t_c.shape, F32)
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        warpgroup.fence()
-        cute.gemm(mma, acc, f_a[None, None, 0, 0], f_b[None, None, 0, 0], acc)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            t_c[i] = acc[i]
-
-
-def compile_multiply(n):
-    def tile(dtype, rows, columns):
-        return make_fake_tensor(dtype, (rows, columns), (columns, 1), assumed_align=16)
-
-    b16 = cutlass.BFloat16
-    return cute.compile(
-        Multiply(n), tile(b16, 64, 16), tile(b16, n, 16), tile(F32, 64, n), make_fake_stream()
+def compile_row_copy(strides, wait=""):
+    """`strides`: "int64", "int32" (a 32-bit variable) or a constant."""
+    make = {"int64": cute.sym_int64, "int32": cute.sym_int}
+    x, y = (
+        _rows(F32, strides if isinstance(strides, int) else make[strides](divisibility=4))
+        for _ in range(2)
     )
+    return cute.compile(RowCopy(wait), x, y, make_fake_stream())
 
 
 @dsl_user_op

@@ -1,6 +1,46 @@
-"""What a disassembler and a compiler would write: SASS as text, a cubin with one kernel."""
+"""What a disassembler and a compiler would write: PTX and SASS as text, a cubin with one kernel."""
 
 import struct
+
+from verify import ptx
+
+
+def module(*lines: str) -> list[ptx.Function]:
+    """PTX of a kernel k of these lines, with registers of each kind."""
+    body = "\n".join(lines)
+    return ptx.parse(f"""
+.version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 p)
+{{
+.reg .b32 %r<33>;
+.reg .f32 %f<9>;
+.reg .b64 %rd<4>;
+.reg .pred %p<4>;
+{body}
+ret;
+}}""")
+
+
+def function(body: str, bounds: str = ".reqntid 128, 1, 1", name: str = "f") -> ptx.Function:
+    """PTX kernel whose registers hold its arguments, its thread and its CTA."""
+    return ptx.parse(f"""
+.version 9.0
+.target sm_90a
+.visible .entry {name}(.param .u64 p, .param .u32 n)
+{bounds}
+{{
+  .reg .pred %p<30>;
+  .reg .b32 %r<60>;
+  .reg .b64 %rd<30>;
+  ld.param.u64 %rd1, [p];
+  ld.param.u32 %r1, [n];
+  mov.u32 %r2, %tid.x;
+  mov.u32 %r3, %ctaid.x;
+{body}
+  ret;
+}}""")[-1]
 
 
 def listing(*instructions: str, name: str = "f", start: int = 0, label: int = 0) -> str:

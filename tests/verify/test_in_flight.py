@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from verify import ptx, sass, sass_registers
+from tests.verify.listings import module
+from verify import sass, sass_registers
 from verify.in_flight import in_flight
 
-PTX = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u64 p)
-{
-.reg .b32 %r<33>;
-.reg .f32 %f<9>;
-.reg .b64 %rd<4>;
-.reg .pred %p<4>;
-{BODY}
-ret;
-}
-"""
 SHAPE = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
 SUM = "{%f1, %f2, %f3, %f4}"
 FENCE, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
@@ -47,8 +34,7 @@ ASIDE = "@%p1 bra ASIDE;", "ASIDE:"
 
 def written(*lines: str) -> list[str]:
     """The findings of PTX."""
-    module = ptx.parse(PTX.replace("{BODY}", "\n".join(lines)))
-    out = list(in_flight(module, []))
+    out = list(in_flight(module(*lines), []))
     assert all(f.rule == "R8" and f.where.startswith("k: PTX line") for f in out)
     return [f.text for f in out]
 

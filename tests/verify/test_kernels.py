@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels.compile.kernel import Expect
 from cute_kernels.errors import ArgumentValueError, CertificateError
-from tests.verify import kernels
+from tests.verify import kernels, reloading
 from verify import sass
 from verify.certificate import certificate, certify, check_a, check_b
 
@@ -39,6 +39,10 @@ def made_of_ptx(builder, *args):
 
 def elementwise(extra=""):
     return made(kernels.compile_elementwise, extra)
+
+
+def multiply():
+    return made(reloading.compile_reloading, reloading.WHEN[0])
 
 
 def ordered_sum(style="thread", defect=""):
@@ -103,7 +107,7 @@ def test_offsets_of_cute_tensors(strides, broken):
 
 @pytest.mark.parametrize("wait, broken", [("first", False), ("late", True), ("never", True)])
 def test_dependent_launch(wait, broken):
-    kernel = made_of_ptx(kernels.compile_dependent_launch, wait)
+    kernel = made_of_ptx(kernels.compile_row_copy, "int64", wait)
     assert rules(check_a(kernel, dataclasses.replace(PLAIN, pdl=True))) == (
         {"R3"} if broken else set()
     )
@@ -111,13 +115,13 @@ def test_dependent_launch(wait, broken):
 
 
 def test_the_matrix_instruction_and_the_ceilings():
-    kernel = made(kernels.compile_multiply, 64)
+    kernel = multiply()
     used = next(iter(sass.usage(kernel.cubin).values()))
     shared = used.shared + kernel.dynamic_shared
-    expect = Expect("HGMMA.64x64x16.F32.BF16", used.registers, shared)
-    assert kernel.dynamic_shared >= (64 + 64) * 16 * 2
+    expect = Expect("HGMMA.64x16x16.F32.BF16", used.registers, shared)
+    assert kernel.dynamic_shared >= reloading.N * reloading.K * 2
     assert check_a(kernel, expect) == ()
-    assert check_a(kernel, dataclasses.replace(expect, mma="64x64x16")) == ()
+    assert check_a(kernel, dataclasses.replace(expect, mma="64x16x16")) == ()
     for worse in (
         {"mma": "64x128x16"},
         {"mma": None},
@@ -204,15 +208,14 @@ def test_each_part_of_a_turnstile_must_be_left_in_sass(old, new, rule):
 
 
 def test_certify_compiles_once_and_fills_the_record():
-    expect = Expect("64x64x16", 96)
-    facts = {"name": "multiply", "constexpr": {"n": 64}, "kind": "A", "expect": expect}
-    first = certify(lambda: kernels.compile_multiply(64), **facts)
+    facts = {"name": "multiply", "constexpr": {"n": 16}, "kind": "A"}
+    facts["expect"] = Expect("64x16x16", 128)
+    first = certify(lambda: reloading.compile_reloading(reloading.WHEN[0]), **facts)
     assert first.ok and first.arch == "sm_90a"
-    assert first.constexpr == (("n", 64),)
+    assert first.constexpr == (("n", 16),)
     assert dict(first.opcodes)["HGMMA"] == 1
     assert re.fullmatch(r"cutlass-dsl \d[\w.]*, CUDA release \d+\.\d+", first.toolchain)
-    again = certificate(made(kernels.compile_multiply, 64), **facts)
-    assert again.to_json() == first.to_json()
+    assert certificate(multiply(), **facts).to_json() == first.to_json()
 
 
 @pytest.mark.parametrize("times", [0, 2])

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from verify import ptx, sass
+from tests.verify.listings import listing, module
+from verify import sass
 from verify.products import serialised
 
-PTX = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u64 p)
-{
-{BODY}
-ret;
-}
-"""
 FENCE = "wgmma.fence.sync.aligned;"
 MMA = (
     "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, "
@@ -33,12 +24,8 @@ ALONE = (ARRIVE, LAST, DEPBAR) * 3
 
 
 def findings(written, machine, name: str = "k") -> list[str]:
-    body = "\n".join((".reg .f32 %f<5>;", ".reg .b64 %rd<3>;", *written))
-    lines = [
-        f"        /*{16 * index:04x}*/    {text} ;" for index, text in enumerate((*machine, "EXIT"))
-    ]
-    code = sass.parse(f".text.{name}:\n" + "\n".join(lines) + "\n")
-    out = list(serialised(ptx.parse(PTX.replace("{BODY}", body)), code))
+    code = sass.parse(listing(*machine, name=name))
+    out = list(serialised(module(*written), code))
     assert all(f.rule == "R7" and f.where == name for f in out)
     return [f.text for f in out]
 

@@ -9,30 +9,9 @@ import pytest
 
 from cute_kernels.compile.kernel import Expect
 from cute_kernels.errors import CertificateError
+from tests.verify.listings import function
 from verify import ptx, ptx_paths, sass
 from verify.certificate import Offsets, _dependent_launch
-
-
-def function(body: str, threads: str = "128, 1, 1", header: str = "") -> ptx.Function:
-    text = f"""
-.version 9.0
-.target sm_90a
-{header}
-.visible .entry f(.param .u64 p, .param .u32 n)
-.reqntid {threads}
-{{
-  .reg .pred %p<30>;
-  .reg .b32 %r<60>;
-  .reg .b64 %rd<30>;
-  ld.param.u64 %rd1, [p];
-  ld.param.u32 %r1, [n];
-  mov.u32 %r2, %tid.x;
-  mov.u32 %r3, %ctaid.x;
-{body}
-  ret;
-}}"""
-    return ptx.parse(text)[-1]
-
 
 # Reading.
 
@@ -122,7 +101,7 @@ def test_conditions_that_are_the_same_in_a_thread_have_the_same_key():
 def test_which_conditions_tell_threads_apart(code, scope):
     assert ptx_paths.Values(function(code)).selects("%p1") == scope
     if scope == 2:
-        assert ptx_paths.Values(function(code, threads="32")).selects("%p1") == 1
+        assert ptx_paths.Values(function(code, ".reqntid 32")).selects("%p1") == 1
 
 
 @pytest.mark.parametrize(

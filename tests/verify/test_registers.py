@@ -5,31 +5,15 @@ import functools
 import pytest
 
 from cute_kernels.compile.kernel import Expect
-from tests.verify.listings import elf, listing
-from verify import ptx, sass
+from tests.verify.listings import elf, function, listing
+from verify import sass
 from verify.certificate import certificate, check_a, check_b
 from verify.registers import Pool, register_pools
 from verify.report import RegisterPool, tables
 
 INC, DEC = "setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"
-WARP = "shr.u32 %r3, %r2, 5; shfl.sync.idx.b32 %r4|%p9, %r3, 0, 31, -1;"
-
-
-def function(body: str, bounds: str = ".reqntid 384, 1, 1") -> ptx.Function:
-    text = f"""
-.version 9.0
-.target sm_90a
-.visible .entry k(.param .u64 p, .param .u32 n)
-{bounds}
-{{
-  .reg .pred %p<30>;
-  .reg .b32 %r<60>;
-  ld.param.u32 %r1, [n];
-  mov.u32 %r2, %tid.x;
-{body}
-  ret;
-}}"""
-    return ptx.parse(text)[-1]
+THREADS = ".reqntid 384, 1, 1"
+WARP = "shr.u32 %r13, %r2, 5; shfl.sync.idx.b32 %r4|%p9, %r13, 0, 31, -1;"
 
 
 def roles(split: str, dec: int = 24, inc: int = 240) -> str:
@@ -37,7 +21,7 @@ def roles(split: str, dec: int = 24, inc: int = 240) -> str:
     return f"{split} @%p1 bra C; {DEC} {dec}; bra E; C: {INC} {inc}; E: bar.sync 0;"
 
 
-def pool(body: str, registers: int = 168, bounds: str = ".reqntid 384, 1, 1"):
+def pool(body: str, registers: int = 168, bounds: str = THREADS):
     """What each warpgroup holds, and the findings' texts."""
     out, wrong = Pool(function(body, bounds), registers).read()
     assert {f.rule for f in wrong} <= {"R6"}
@@ -46,15 +30,15 @@ def pool(body: str, registers: int = 168, bounds: str = ".reqntid 384, 1, 1"):
 
 SPLITS = [
     "setp.ge.u32 %p1, %r2, 128;",
-    "not.b32 %r3, %r2; setp.lt.s32 %p1, %r3, -128;",
-    "and.b32 %r3, %r2, 0x180; setp.ne.s32 %p1, %r3, 0;",
-    "sub.s32 %r3, 127, %r2; shr.s32 %r4, %r3, 31; setp.eq.b32 %p1, %r4, -1;",
-    "mul.lo.s32 %r3, %r2, 3; setp.hi.u32 %p1, %r3, 381;",
-    "shl.b32 %r3, %r2, 1; or.b32 %r4, %r3, 1; setp.gt.u32 %p1, %r4, 255;",
+    "not.b32 %r13, %r2; setp.lt.s32 %p1, %r13, -128;",
+    "and.b32 %r13, %r2, 0x180; setp.ne.s32 %p1, %r13, 0;",
+    "sub.s32 %r13, 127, %r2; shr.s32 %r4, %r13, 31; setp.eq.b32 %p1, %r4, -1;",
+    "mul.lo.s32 %r13, %r2, 3; setp.hi.u32 %p1, %r13, 381;",
+    "shl.b32 %r13, %r2, 1; or.b32 %r4, %r13, 1; setp.gt.u32 %p1, %r4, 255;",
     "setp.lt.u32 %p2, %r2, 128; not.pred %p1, %p2;",
     f"{WARP} setp.gt.s32 %p1, %r4, 3;",
     "shfl.sync.idx.b32 %r4, %r2, 31, 31, -1; setp.gt.s32 %p1, %r4, 127;",
-    "mov.u32 %r3, %laneid; sub.s32 %r4, %r2, %r3; setp.ge.s32 %p1, %r4, 128;",
+    "mov.u32 %r13, %laneid; sub.s32 %r4, %r2, %r13; setp.ge.s32 %p1, %r4, 128;",
 ]
 
 
@@ -68,7 +52,7 @@ def test_roles_by_the_index_of_a_thread(split):
     [
         ("setp.lt.u32 %p1, %r2, 256;", (240, 240, 24)),
         ("setp.ge.u32 %p1, %r2, 256;", (24, 24, 240)),
-        ("xor.b32 %r3, %r2, 128; setp.ge.u32 %p1, %r3, 128;", (240, 24, 240)),
+        ("xor.b32 %r13, %r2, 128; setp.ge.u32 %p1, %r13, 128;", (240, 24, 240)),
     ],
 )
 def test_the_warpgroups_are_counted(split, held):
@@ -115,11 +99,11 @@ def test_a_part_of_a_warpgroup_counts_with_its_threads():
     "split",
     [
         "setp.ge.u32 %p1, %r1, 128;",
-        "mov.u32 %r3, %ctaid.x; setp.ge.u32 %p1, %r3, 128;",
-        "ld.global.u32 %r3, [%r1]; setp.ge.u32 %p1, %r3, 128;",
-        "add.s32 %r3, %r2, %r1; setp.ge.u32 %p1, %r3, 128;",
-        "shfl.sync.up.b32 %r3, %r2, 1, 0, -1; setp.ge.u32 %p1, %r3, 128;",
-        "cvt.rn.f32.u32 %r3, %r2; setp.ge.f32 %p1, %r3, %r3;",
+        "mov.u32 %r13, %ctaid.x; setp.ge.u32 %p1, %r13, 128;",
+        "ld.global.u32 %r13, [%r1]; setp.ge.u32 %p1, %r13, 128;",
+        "add.s32 %r13, %r2, %r1; setp.ge.u32 %p1, %r13, 128;",
+        "shfl.sync.up.b32 %r13, %r2, 1, 0, -1; setp.ge.u32 %p1, %r13, 128;",
+        "cvt.rn.f32.u32 %r13, %r2; setp.ge.f32 %p1, %r13, %r13;",
     ],
 )
 def test_what_is_not_known_counts_with_the_most(split):
@@ -155,7 +139,7 @@ def test_the_most_of_several_counts():
     [
         ("setp.ge.u32 %p1, %r2, 96;", "0 to 127"),
         ("setp.ge.u32 %p1, %r2, 288;", "256 to 383"),
-        ("and.b32 %r3, %r2, 1; setp.ne.u32 %p1, %r3, 0;", "128 to 255"),
+        ("and.b32 %r13, %r2, 1; setp.ne.u32 %p1, %r13, 0;", "128 to 255"),
     ],
 )
 def test_a_warpgroup_executes_the_same_setmaxnreg(split, threads):
@@ -185,7 +169,7 @@ SASS = ("USETMAXREG.DEALLOC.CTAPOOL 0x18", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0x
 
 
 def checked(code=SASS, body=None, registers=168):
-    module = [function(roles(SPLITS[0]) if body is None else body)]
+    module = [function(roles(SPLITS[0]) if body is None else body, THREADS, "k")]
     pools, wrong = register_pools(
         module, sass.parse(listing(*code, name="k")), elf(registers, 0, 0)
     )
