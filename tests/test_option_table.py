@@ -28,10 +28,9 @@ NO_SM90 = {
     *(f"moe.{name}" for name in ("route", "permute", "combine", "load_balance_loss", "z_loss")),
     *(op for system in SYSTEMS if not system.launcher for op in system.ops),
 }
-#: Kernels that compile within two seconds.  The others are for the nightly run; tests/norm has the
-#: norms of every backend by day.
+#: Kernels that compile within a second.  The others are for the nightly run; every system has SM90
+#: kernels by day in its own tests.
 BY_DAY = {
-    (arch.CUTE_SM90, "mhc.aggregate"),
     (arch.TRITON, "embedding"),
     (arch.TRITON, "clip_grad_norm_"),
     (arch.TRITON, "rotary_table"),

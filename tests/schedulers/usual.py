@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.masks.rules import indices
 
 SEED = 0
+
+
+def full(rows: int, columns: int) -> np.ndarray:
+    """Blocks of a mask that allows everything."""
+    return np.full((rows, columns), 2, np.uint8)
 
 
 def usual_masks(seqlen: int, block_size: tuple[int, int] = (64, 128)) -> dict[str, BlockMask]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from perf.attention import profile
 from perf.attention.cases import Case, Problem
 from perf.core import ncu as shared
-from tests.perf.core.counters import CEILINGS, MAIN, UNITS, output
+from tests.perf.core.counters import MAIN, stand_in
 
 OPTIONS = "--mask full,causal --d 64 --pass bwd,fwd"
 PREFIX = "kernel_cutlass_kernel_cute_kernelssparse_attn"
@@ -34,19 +32,8 @@ def asked(monkeypatch, small):
     """Runs `attention` with an ncu that gives these launches; returns (bodies, command)."""
 
     def run(launches):
-        commands = []
-
-        def ncu(command, **_):
-            commands.append(command)
-            text = "none\n" if "--query-metrics" in command else output(launches, UNITS)
-            return subprocess.CompletedProcess(command, 0, text, "")
-
-        monkeypatch.setattr(shared, "ncu", lambda: "ncu")
-        monkeypatch.setattr(shared.sys, "argv", f"perf profile attention {OPTIONS}".split())
-        monkeypatch.setattr(shared.subprocess, "run", ncu)
-        monkeypatch.setattr(profile.timing, "ceilings", lambda: CEILINGS)
-        monkeypatch.setattr(profile.record, "environment", lambda commit: {"commit": commit})
-        return profile.attention(small, ["bwd", "fwd"], "abc"), " ".join(commands[1])
+        commands = stand_in(monkeypatch, f"perf profile attention {OPTIONS}", launches)
+        return profile.attention(small, ["bwd", "fwd"], "abc"), commands[1]
 
     return run
 

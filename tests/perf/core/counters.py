@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import subprocess
 
-from perf.core import ncu
+from perf.core import ncu, record, timing
 
 CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
 STALLS = {"gmma": 1.5, "long_scoreboard": 0.25, "barrier": 0.5, "wait": 0.125, "membar": 0.0625}
@@ -58,3 +59,20 @@ MAIN = {
     ncu.METRICS["registers"]: "168",
     "sm__something_else.sum": "3",
 } | {ncu.METRICS[f"stall_{name}"]: str(value) for name, value in STALLS.items()}
+
+
+def stand_in(monkeypatch, words: str, launches: list[dict], listing="none\n", code=0) -> list[str]:
+    """Replace ncu and the card for the command line ``words``; the calls of ncu, once made."""
+    requested: list[str] = []
+
+    def answer(command, **_):
+        requested.append(" ".join(command))
+        text = listing if "--query-metrics" in command else output(launches, UNITS)
+        return subprocess.CompletedProcess(command, code, text, "==ERROR== NVGPUCTRPERM")
+
+    monkeypatch.setattr(ncu, "ncu", lambda: "ncu")
+    monkeypatch.setattr(ncu.subprocess, "run", answer)
+    monkeypatch.setattr(ncu.sys, "argv", words.split())
+    monkeypatch.setattr(timing, "ceilings", lambda: CEILINGS)
+    monkeypatch.setattr(record, "environment", lambda commit: {"commit": commit})
+    return requested

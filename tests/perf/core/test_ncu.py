@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from perf.core import counters, ncu
 from perf.core.work import Work
 from perf.gemm.cases import cases
 from perf.gemm.rivals import SUITE
-from tests.perf.core.counters import CEILINGS, MAIN, STALLS, UNITS, output
+from tests.perf.core.counters import CEILINGS, MAIN, STALLS, UNITS, output, stand_in
 
 WORK = Work(2 * 4096 * 4096 * 12288, 2 * (4096 * 4096 + 2 * 4096 * 12288))
 SMALL = {"kernel": "void add(float*, float*)", ncu.METRICS["time_ns"]: "10"}
@@ -72,20 +70,9 @@ def test_cases_of_several_launches_are_told_apart_by_their_marks():
 
 @pytest.mark.parametrize("code", [0, 9])
 def test_a_profile_becomes_a_record(code, monkeypatch):
-    """ncu is a stand-in that answers its two calls; the rest is what runs on the card."""
-    requested, words = [], "perf profile gemm --shape qkv --product fwd --system ours"
-
-    def answer(command, **_):
-        requested.append(" ".join(command))
-        listing = "gpu__time_duration  Counter  ns\n"
-        text = listing if "--query-metrics" in command else output([MARK, MAIN], UNITS)
-        return subprocess.CompletedProcess(command, code, text, "==ERROR== NVGPUCTRPERM")
-
-    monkeypatch.setattr(ncu, "ncu", lambda: "ncu")
-    monkeypatch.setattr(ncu.subprocess, "run", answer)
-    monkeypatch.setattr(ncu.sys, "argv", words.split())
-    monkeypatch.setattr(counters.timing, "ceilings", lambda: CEILINGS)
-    monkeypatch.setattr(counters.record, "environment", lambda commit: {"commit": commit})
+    words = "perf profile gemm --shape qkv --product fwd --system ours"
+    listing = "gpu__time_duration  Counter  ns\n"
+    requested = stand_in(monkeypatch, words, [MARK, MAIN], listing, code)
     if code:
         with pytest.raises(ncu.ProfileError, match=r"(?s)ended with 9: .*NVGPUCTRPERM"):
             counters.profile(SUITE, cases(["qkv"], [], ["fwd"]), "ours")

@@ -10,12 +10,9 @@ from cute_kernels.schedulers.model.bounds import bound
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order import kinds
+from tests.schedulers.usual import full
 
 TOLD = machine(slots=2, full_ns=10, partial_ns=14, reduce_ns=3, handoff_ns=5, tile_start_ns=2)
-
-
-def full(rows: int, columns: int) -> np.ndarray:
-    return np.full((rows, columns), 2, np.uint8)
 
 
 def drawn(seed: int, largest: int) -> tuple[np.ndarray, int]:

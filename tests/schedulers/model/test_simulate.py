@@ -13,10 +13,7 @@ from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.programs import exact_for
 from cute_kernels.schedulers.model.simulation import Simulation, simulate
 from cute_kernels.schedulers.order import kinds
-
-
-def full(rows: int, columns: int) -> np.ndarray:
-    return np.full((rows, columns), 2, np.uint8)
+from tests.schedulers.usual import full
 
 
 def causal(seqlen: int) -> np.ndarray:

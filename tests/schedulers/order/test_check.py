@@ -15,6 +15,7 @@ from cute_kernels.schedulers.order import kinds, safety
 from cute_kernels.schedulers.order.safety import Safety, admit, check
 from tests.schedulers.order import mutants
 from tests.schedulers.order.brute_force import stuck
+from tests.schedulers.usual import full
 
 
 def mask() -> np.ndarray:
@@ -23,10 +24,6 @@ def mask() -> np.ndarray:
     blocks = (random.random((6, 5)) < 0.7) * random.integers(1, 3, (6, 5))
     blocks[-1, :] = 2
     return blocks.astype(np.uint8)
-
-
-def full(rows: int, columns: int) -> np.ndarray:
-    return np.full((rows, columns), 2, np.uint8)
 
 
 @pytest.mark.parametrize("name", mutants.SCHEDULES)
