@@ -172,17 +172,16 @@ def _mixed(
     return _spread(numbers, width, x.dtype).view(*x.shape[:-1], width)
 
 
-def _salt(weight: torch.Tensor) -> torch.Tensor:
-    """Return a whole number that most weights do not share, int64 [1]."""
+def _salt(weight: torch.Tensor) -> int:
+    """Return a whole number that most weights do not share: the first 8 bytes."""
     first = weight[(0,) * (weight.dim() - 1)][:4]
-    return digests.digest(_bytes(first[None]), weight.dtype)[:, 0]
+    return int.from_bytes(bytes(_bytes(first)[:8].tolist()), "little", signed=True)
 
 
 def _numbers(rows: torch.Tensor, salt: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two numbers in [-1, 1) for each row, float32 [M]; NaN for a row with a NaN."""
     salt = salt.view(-1, 1) if isinstance(salt, torch.Tensor) else salt
-    digest = digests.digest(_bytes(rows), rows.dtype)
-    digest = digests.digest(_bytes(digest[:, :1] + salt), rows.dtype)
+    digest = digests.mixed(digests.digest(_bytes(rows), rows.dtype) + salt)
     first, second = ((lane >> 40).float() * _SCALE for lane in digest.unbind(1))
     return first.masked_fill(rows.isnan().any(1), float("nan")), second
 

@@ -110,9 +110,9 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     step = max(1, _LANES // max(1, lanes.shape[1]))
     for start in range(0, count, step):
         # m_j is one-to-one in lane j; h = sum of m_j, g = sum of m_j key_j
-        mixed = _mixed(lanes[start : start + step] + salt)
-        digests[start : start + step, 0] = mixed.sum(1)
-        digests[start : start + step, 1] = (mixed * key).sum(1)
+        lane_numbers = mixed(lanes[start : start + step] + salt)
+        digests[start : start + step, 0] = lane_numbers.sum(1)
+        digests[start : start + step, 1] = (lane_numbers * key).sum(1)
     number = int.from_bytes(str(dtype).removeprefix("torch.").encode()[-7:], "little")
     return digests + number
 
@@ -120,10 +120,10 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the keys of each lane of a row: its position, and an odd factor."""
     position = torch.arange(1, -(-width // 8) + 1, device=device)
-    return _mixed(position * _KEY), _mixed(position * _FIRST + width) | 1
+    return mixed(position * _KEY), mixed(position * _FIRST + width) | 1
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: torch.Tensor) -> torch.Tensor:
     """Apply a one-to-one map of int64 in which every bit of x moves about half of the bits."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
