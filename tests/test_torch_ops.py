@@ -7,8 +7,6 @@ import re
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
@@ -17,6 +15,7 @@ from cute_kernels.runtime import plan_cache, torch_ops
 from tests.contract import same_bytes
 from tests.public_calls import CASES, leaves_of, results_of
 from tests.runtime.cached_calls import drawn
+from tests.watchers import Asked, Seen
 
 BF16 = torch.bfloat16
 
@@ -59,30 +58,6 @@ def test_a_double_backward_works_or_is_refused_by_name(name):
         torch.autograd.grad(sum(out), leaves, create_graph=True)
     except UnsupportedTransformError as error:
         assert re.match(r"cute_kernels\.[\w.]+: .*(double backward|create_graph)", str(error))
-
-
-class Seen(TorchDispatchMode):
-    """Which ops of ours reach a mode; it changes nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-class Asked(TorchFunctionMode):
-    """The same of a mode above autograd."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def results(run, x) -> list[torch.Tensor]:

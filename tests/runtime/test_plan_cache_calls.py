@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels import settings
@@ -17,6 +16,7 @@ from cute_kernels.runtime import plan_cache
 from tests.compile import reporting
 from tests.compile.toy import needs_linker
 from tests.runtime.pretended_sm90 import idle, pretended
+from tests.watchers import Seen
 
 pytestmark = needs_linker
 
@@ -150,18 +150,6 @@ def test_no_reference_is_lost_or_kept(calls):
 
 
 # ---- ops -----------------------------------------------------------------------------------------
-
-
-class Seen(TorchDispatchMode):
-    """Names of the ops that a mode sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels import settings
@@ -23,6 +21,7 @@ from cute_kernels.compile import extension
 from cute_kernels.runtime import data_parallel, plan_cache, torch_ops
 from tests.compile import reporting
 from tests.compile.toy import needs_linker
+from tests.watchers import Asked, Seen
 
 pytestmark = needs_linker
 
@@ -66,16 +65,6 @@ def both(in_c, monkeypatch):
 
 
 # ---- who has a say -------------------------------------------------------------------------------
-
-
-class Asked(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class Dispatched(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -124,7 +113,7 @@ def traced(ask):
 SITUATIONS = {
     "a compiler": (within(compiling), 0),
     "a mode above autograd": (within(Asked), 1),
-    "a mode below it": (within(Dispatched), 2),
+    "a mode below it": (within(Seen), 2),
     "autocast": (within(lambda: torch.autocast("cpu", torch.bfloat16)), 3),
     "a transform": (transformed, 4),
     "a batched backward": (within(legacy_vmap), 5),
