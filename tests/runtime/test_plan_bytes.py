@@ -128,8 +128,17 @@ def test_a_forward_is_planned_once_with_the_bytes_of_each_plan(launched, name):
     require_one_plan(launched, lambda seed: (run(drawn(*shape, seed=seed)),))
 
 
-@pytest.mark.parametrize("norm", [ck.rms_norm, ck.layer_norm])
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "added"),
+    [
+        (ck.rms_norm, False),
+        (ck.layer_norm, True),
+        *(
+            pytest.param(*more, marks=pytest.mark.nightly)
+            for more in ((ck.rms_norm, True), (ck.layer_norm, False))
+        ),
+    ],
+)
 def test_gradients_of_a_norms_weight_are_planned_once(launched, norm, added):
     """Of such a call its node has no tensors for what is not there, and counts its inputs."""
     options = {"residual": drawn(5, 64, seed=4)} if added else {}

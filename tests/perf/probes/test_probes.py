@@ -173,6 +173,7 @@ def test_promotion_times_each_period_and_checks_the_bits():
     assert answer["verdict"] == "yes" and answer["dense"] == {"absent": "needs the card"}
 
 
+@pytest.mark.nightly
 def test_promotion_sees_leaves_of_another_length():
     def longer(chain: Chain, *, with_c: bool = False):
         if with_c and chain.promote_every == 4:
