@@ -100,14 +100,9 @@ def test_empty(m, n, k):
     assert op.leaf_sums(torch.empty(m, k), torch.empty(n, k), 16).shape == (-(-k // 16), m, n)
 
 
-def test_the_ops_are_ops():
-    a, b, bias = drawn(5, 6, 96, FP32)
-    torch.library.opcheck(torch.ops.cute_kernels.leaf_sums.default, (a, b, 16))
-    parts = op.leaf_sums(a, b, 16)
-    for addend, dtype in ((None, FP32), (bias, FP32), (bias.bfloat16(), BF16)):
-        torch.library.opcheck(torch.ops.cute_kernels.add_leaves.default, (parts, addend, dtype))
-    one = op.add_leaves(parts[:1], None, FP32)
-    assert one.data_ptr() != parts.data_ptr()
+def test_the_sum_of_one_leaf_is_another_tensor():
+    parts = torch.randn(1, 5, 6)
+    assert op.add_leaves(parts, None, FP32).data_ptr() != parts.data_ptr()
 
 
 def test_a_gradient_is_refused():

@@ -1,10 +1,9 @@
-"""The torch ops of gemm: opcheck, double backward, leading dimensions, micro-batches."""
+"""The torch ops of gemm: double backward, leading dimensions, micro-batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.gemm import op
@@ -22,35 +21,6 @@ def tensors(dtype=torch.bfloat16, grad=True, seed=0):
     shapes = (M, K), (N, K), (N,)
     out = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
     return [t.requires_grad_(grad) for t in out]
-
-
-def opcheck_cases():
-    x, w, b = tensors()
-    dy = torch.randn(M, N).bfloat16()
-    plain = [t.detach() for t in (x, w, b)]
-    ops = torch.ops.cute_kernels
-    return {
-        "linear": (ops.linear, (x, w, b, None, ORDER)),
-        "linear, no bias": (ops.linear, (x, w, None, None, ORDER)),
-        "linear, N-D": (ops.linear, (x.detach().view(3, 7, K), w, b, None, ORDER)),
-        "linear, fp32": (ops.linear, (*(t.float() for t in plain), None, ORDER)),
-        "linear, no rows": (ops.linear, (plain[0][:0], plain[1], plain[2], None, ORDER)),
-        "linear_dx": (ops.linear_dx, (dy.requires_grad_(), w, ORDER)),
-        "linear_dw": (ops.linear_dw, (dy, x, ORDER)),
-        "linear_dw_": (ops.linear_dw_, (dy.detach(), plain[0], torch.randn(N, K), ORDER)),
-        "linear_dbias": (ops.linear_dbias, (dy, ORDER)),
-        "linear_gradients": (ops.linear_gradients, (dy.detach(), *plain[:2], ORDER, [True] * 3)),
-        "linear_gradients, one": (
-            ops.linear_gradients,
-            (dy.detach(), *plain[:2], ORDER, [False, True, False]),
-        ),
-    }
-
-
-@pytest.mark.parametrize("case", list(opcheck_cases()))
-def test_opcheck(case):
-    target, args = opcheck_cases()[case]
-    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
 
 
 def test_double_backward_against_float64():

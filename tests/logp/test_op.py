@@ -1,11 +1,10 @@
-"""The torch ops of linear_logp: opcheck, changing numbers, masked tokens, tied weights."""
+"""The torch ops of linear_logp: changing numbers, masked tokens, tied weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.library import opcheck
 
 import cute_kernels as ck
 import cute_kernels.logp.op  # registers the ops that the cases name
@@ -14,12 +13,6 @@ from tests.contract import same_bytes
 from tests.logp.cases import BF16, FP32, IGNORED
 
 T, V, D = 7, 50, 24
-OPS = (
-    "linear_logp",
-    "linear_logp_backward",
-    "log_probs",
-    "log_probs_backward",
-)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -36,104 +29,6 @@ def targets() -> torch.Tensor:
     target = torch.arange(T) * 7 % V
     target[2] = IGNORED
     return target
-
-
-# ---- opcheck ------------------------------------------------------------------------------------
-
-
-def opcheck_cases() -> dict[str, tuple]:
-    h, w, b = tensors()
-    plain = [t.detach() for t in (h, w, b)]
-    target, each, g = targets(), torch.rand(T) + 0.5, drawn(T, dtype=FP32)
-    numbers = (0.7, 0, V - 3, IGNORED, 2.0, "tree")
-    ops = torch.ops.cute_kernels
-    lse2, none = torch.full((T,), 7.0), torch.empty(0)
-    logits = drawn(T, V, seed=3)
-    nd = (h.detach().view(1, T, D), w, b, target.view(1, T), None, None, *numbers, True)
-    saved = (*plain, target, None, lse2)
-    empty = (plain[0][:0], plain[1], plain[2], target[:0], None)
-    column = plain[1].mT.contiguous().mT
-    forward, backward = ops.linear_logp, ops.linear_logp_backward
-    sums = torch.randn(4, -(-V // 4) * 4)
-    of_logits = (0.7, V - 3, IGNORED, 2.0)
-    return {
-        "forward": (forward, (h, w, b, target, None, None, *numbers, False, 0)),
-        "entropy": (forward, (h, w, b, target, None, None, *numbers, True, 0)),
-        "no bias": (forward, (h, w, None, target, None, None, *numbers, True, 0)),
-        "N-D": (forward, (*nd, 0)),
-        "temperatures": (forward, (h, w, b, target, each, None, *numbers, True, 0)),
-        # Of a frozen weight: autograd.grad, which opcheck uses, leaves main_grad alone; a graph of
-        # it does not (test_compiled_bits_are_eager_bits).
-        "main_grad": (
-            forward, (h, plain[1], b, target, None, torch.zeros(V, D), *numbers, False, 0)
-        ),
-        "fp32": (forward, (*(t.float() for t in plain), target, None, None, *numbers, True, 0)),
-        "int32": (forward, (h, w, b, target.int(), None, None, *numbers, False, 0)),
-        "empty": (forward, (*empty, None, *numbers, True, 0)),
-        "backward": (backward, (g, None, None, *saved, none, None, *numbers, [True] * 3)),
-        "backward of both": (backward, (g, g, None, *saved, g.abs(), None, *numbers, [True] * 3)),
-        "backward of some": (
-            backward,
-            (g, None, None, *saved, none, None, *numbers, [False, True, False]),
-        ),
-        "backward of strides": (
-            backward,
-            (g, None, None, plain[0].mT.contiguous().mT, column, *plain[2:], target, None, lse2,
-             none, None, *numbers, [True] * 3),
-        ),
-        "backward into main_grad": (
-            backward,
-            (g, None, None, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
-        ),
-        "backward, empty": (
-            backward,
-            (g[:0], None, None, *empty, lse2[:0], none, torch.ones(V, D), *numbers, [True] * 3),
-        ),
-        "backward, empty, strides": (
-            backward,
-            (g[:0], None, None, plain[0][:0], column, *empty[2:], lse2[:0], none, None, *numbers,
-             [True] * 3),
-        ),
-        "keeping": (forward, (h, w, b, target, each, None, *numbers, True, 4 * 4 * (V + 3))),
-        "keeping, N-D": (forward, (*nd, 1 << 20)),
-        "keeping, empty": (forward, (*empty, None, *numbers, True, 1 << 20)),
-        "backward of kept": (backward, (g, g, sums, *saved, g.abs(), None, *numbers, [True] * 3)),
-        "backward of kept into main_grad": (
-            backward,
-            (g, None, sums, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
-        ),
-        "log_probs": (ops.log_probs, (logits.requires_grad_(), target, None, *of_logits, False)),
-        "log_probs, entropy": (ops.log_probs, (logits, target, each, *of_logits, True)),
-        "log_probs, empty": (ops.log_probs, (logits[:0], target[:0], None, *of_logits, True)),
-        "log_probs_backward": (
-            ops.log_probs_backward,
-            (g, g, logits.detach(), target, None, lse2, g.abs(), *of_logits),
-        ),
-        "log_probs_backward, column-major": (
-            ops.log_probs_backward,
-            (g, None, logits.detach().mT.contiguous().mT, target, each, lse2, none, *of_logits),
-        ),
-        "log_probs_backward, N-D": (
-            ops.log_probs_backward,
-            (g.view(T, 1), None, logits.detach().view(T, 1, V), target.view(T, 1), None,
-             lse2.view(T, 1), none, *of_logits),
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", list(opcheck_cases()))
-def test_opcheck(case):
-    target, args = opcheck_cases()[case]
-    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
-
-
-def test_every_op_is_checked_and_pt2_compliant():
-    assert {target for target, _ in opcheck_cases().values()} == {
-        getattr(torch.ops.cute_kernels, name) for name in OPS
-    }
-    for name in OPS:
-        overload = getattr(torch.ops.cute_kernels, name).default
-        assert torch.Tag.pt2_compliant_tag in overload.tags
 
 
 # ---- graphs -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The op of linear_policy_loss: opcheck, numbers in graphs, autograd, bad inputs."""
+"""The op of linear_policy_loss: numbers in graphs, autograd, bad inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.errors import (
@@ -34,47 +33,7 @@ def loss_of(leaves, x=X, **options):
     return ck.linear_policy_loss(leaves[0], leaves[1], x.target, leaves[2], **options)
 
 
-# ---- opcheck and graphs --------------------------------------------------------------------------
-
-
-def arguments(x: cases.Problem, needs: list[bool], temperatures=None, divisor=None):
-    """Arguments of the op, by position."""
-    given = [torch.nan_to_num(x.tensors[name]) for name in policy_checks.GIVEN[:3]]
-    return (
-        *cases.leaves_of(x, needs), x.target, temperatures, None, divisor, *given, None, [], [],
-        0.9, 80, -100, 0.0, "chain", ["grpo", "k3", "sequence_mean", "sum"],
-        [0.1, 0.2, 1.0, 1.0, 0.0, 0.2, 0.2, -1.0, -1.0, -1.0], True, 0, False, needs,
-    )  # fmt: skip
-
-
-def opcheck_cases() -> dict[str, tuple]:
-    x = X._replace(hidden=torch.nan_to_num(X.hidden), target=X.target.clamp(max=79))
-    op, scale = torch.ops.cute_kernels.linear_policy_loss, torch.ops.cute_kernels.scale_gradient
-    empty = x._replace(
-        hidden=x.hidden[:0], target=x.target[:0], tensors={k: t[:0] for k, t in x.tensors.items()}
-    )
-    every, none = [True] * 3, [False] * 3
-    return {
-        "all gradients": (op, arguments(x, every)),
-        "none": (op, arguments(x, none)),
-        "hidden": (op, arguments(x, [True, False, False])),
-        "divisor": (op, arguments(x, every, divisor=torch.tensor(3.0))),
-        "temperatures": (op, arguments(x, every, temperatures=torch.rand(3, 17) + 0.5)),
-        "fp32": (
-            op,
-            arguments(x._replace(**{k: getattr(x, k).float() for k in x._fields[:3]}), every),
-        ),
-        "empty": (op, arguments(empty, every)),
-        "scale": (scale, (torch.randn(5, 3).bfloat16(), torch.tensor(0.3))),
-        "scale, fp32": (scale, (torch.randn(3, 5).mT, torch.tensor(0.3))),
-        "scale, empty": (scale, (torch.randn(0, 5).bfloat16(), torch.tensor(0.3))),
-    }
-
-
-@pytest.mark.parametrize("case", list(opcheck_cases()))
-def test_opcheck(case):
-    target, args = opcheck_cases()[case]
-    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
+# ---- graphs --------------------------------------------------------------------------------------
 
 
 def test_numbers_that_change_stay_in_the_graph():

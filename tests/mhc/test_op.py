@@ -1,4 +1,4 @@
-"""The torch ops of mhc: opcheck, torch.compile, layouts, and which gradients are asked for."""
+"""The torch ops of mhc: torch.compile, layouts, and which gradients are asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.mhc import Options, connect, mix_and_aggregate, post_pre
@@ -46,147 +45,6 @@ def require_same(got: tuple, want: tuple) -> None:
         assert same_bytes(a.reshape(b.shape), b)
     for leaf, gradient in want[1].items():
         assert same_bytes(got[1][leaf].reshape(gradient.shape), gradient), leaf
-
-
-# ---- opcheck -------------------------------------------------------------------------------------
-
-
-def opcheck_cases() -> dict[str, tuple]:
-    case = case_of()
-    i = cases.inputs_of(case)
-    a = calls.leaves_of(i)
-    x, f, res = a.x.flatten(1), a.f, a.res.flatten(1)
-    n, ops = case.n, torch.ops.cute_kernels
-    h = cases.normal(M, 32, seed=1).requires_grad_()
-    ms = cases.normal(M, seed=2).abs().requires_grad_()
-    d_h, d_ms = cases.normal(M, 32, seed=3), cases.normal(M, seed=4)
-    up = cases.upstream_of(case, i)
-    plain = {name: t.detach() for name, t in a._asdict().items()}
-    flat, d_y, z = plain["x"].flatten(1), up.y.flatten(1), plain["res"].flatten(1)
-    mains = torch.ones(24, 4 * C), torch.ones(4 * C), torch.ones(3), torch.ones(1, 24)
-    none = (None,) * 4
-    numbers = case.options.numbers(n)
-    gates = (1e-6, 1e-3, 2.0)
-    weights = (a.phi, a.norm_weight, a.alpha, a.beta)
-    frozen = tuple(t.detach() for t in weights)
-    end = (f, a.bias, a.post, x, res)
-    ended = (plain["f"], plain["bias"], plain["post"], flat, z)
-    out = (plain["pre"], plain["post"], z, h.detach(), ms.detach())
-    d_made = (up.pre, up.post, up.res.flatten(1))
-    proj, sinkhorn = (n, "cn", "bf16x2"), (n, 3, "log", 1e-6)
-    mapped = (flat, *frozen[:2])
-    return {
-        "projection": (ops.mhc_projection, (x, *weights[:2], None, None, *proj)),
-        "projection, no weight": (
-            ops.mhc_projection, (x, weights[0], None, None, None, *proj)
-        ),
-        # Of frozen weights: autograd.grad, which opcheck uses, leaves main_grads alone.
-        "projection, mains": (ops.mhc_projection, (x, *frozen[:2], *mains[:2], *proj)),
-        "projection_backward": (
-            ops.mhc_projection_backward,
-            (d_h, d_ms, *mapped, None, None, *proj, [True] * 3),
-        ),
-        "projection_backward, some": (
-            ops.mhc_projection_backward,
-            (None, d_ms, *mapped, None, mains[1], *proj, [False, True, True]),
-        ),
-        "scale": (ops.mhc_scale, (h, *weights[2:], ms, None, None, n, *gates)),
-        "scale_backward": (
-            ops.mhc_scale_backward,
-            (*d_made, h.detach(), *frozen[2:], ms.detach(), None, None, n, *gates, [True] * 4),
-        ),
-        "scale_backward, some": (
-            ops.mhc_scale_backward,
-            (None, None, d_made[2], h.detach(), *frozen[2:], ms.detach(), mains[2], None, n,
-             *gates, [True, True, False, False]),
-        ),
-        "sinkhorn": (ops.mhc_sinkhorn, (res, *sinkhorn)),
-        "sinkhorn_backward": (ops.mhc_sinkhorn_backward, (d_made[2], z, *sinkhorn, [True])),
-        "aggregate": (ops.mhc_aggregate, (x, a.pre, n, "cn")),
-        "aggregate_backward": (
-            ops.mhc_aggregate_backward, (up.out, flat, plain["pre"], n, "nc", [True, True])
-        ),
-        "aggregate_backward, some": (
-            ops.mhc_aggregate_backward, (up.out, flat, plain["pre"], n, "nc", [False, True])
-        ),
-        "expand": (ops.mhc_expand_combine, (*end, None, n, "cn", None)),
-        "expand, no bias": (ops.mhc_expand_combine, (f, None, *end[2:], None, n, "cn", None)),
-        "expand_backward": (
-            ops.mhc_expand_combine_backward, (d_y, *ended, None, n, "cn", False, [True] * 5)
-        ),
-        "expand_backward, linked": (
-            ops.mhc_expand_combine_backward, (d_y, *ended, None, n, "cn", True, [True] * 5)
-        ),
-        "expand_backward, main": (
-            ops.mhc_expand_combine_backward, (d_y, *ended, mains[1][:C], n, "cn", False, [True] * 5)
-        ),
-        "mix": (ops.mhc_mix, (x, *weights, *none, *numbers, False)),
-        "mix_backward": (
-            ops.mhc_mix_backward,
-            (up.out, *d_made, None, flat, *frozen, *out, *none, *numbers, [True] * 5),
-        ),
-        "mix_backward, linked": (
-            ops.mhc_mix_backward,
-            (up.out, None, None, None, d_y, flat, *frozen, *out, *mains, *numbers, [True] * 5),
-        ),
-        "mix_backward, some": (
-            ops.mhc_mix_backward,
-            (None, None, d_made[1], None, None, flat, *frozen, *out, *none, *numbers,
-             [False, False, False, True, False]),
-        ),
-        "post_pre": (ops.mhc_post_pre, (*end, None, *weights, None, *none, *numbers)),
-        "post_pre, shifted": (
-            ops.mhc_post_pre, (*end, a.pre, *weights, None, *none, *numbers)
-        ),
-        "post_pre_backward": (
-            ops.mhc_post_pre_backward,
-            (d_y, up.out, *d_made, *ended, None, *frozen, flat, *out, None, *none, *numbers,
-             [True] * 5 + [False] + [True] * 4),
-        ),
-        "post_pre_backward, shifted": (
-            ops.mhc_post_pre_backward,
-            (None, up.out, *d_made, *ended, plain["pre"], *frozen, flat, *out, torch.ones(C),
-             *mains, *numbers, [True] * 10),
-        ),
-        "recompute": (ops.mhc_recompute, (flat, *([t] * 2 for t in (*ended[:3], z)), n, "cn")),
-        "repeat": (ops.mhc_repeat, (f, n, "nc")),
-        "repeat_backward": (ops.mhc_repeat_backward, (d_y, f.detach(), n, "nc", [True])),
-    }  # fmt: skip
-
-
-def opchecks_of_a_head() -> dict[str, tuple]:
-    """Weights of [n, K], [1] and [n], where a site's have [N, K], [3] and [N]."""
-    case, ops, none = case_of(), torch.ops.cute_kernels, (None,) * 4
-    i, numbers = calls.inputs_of("head", case), case.options.numbers(case.n)
-    x, weights = i.x.flatten(1), (i.phi, i.norm_weight, i.alpha, i.beta)
-    made = ops.mhc_mix(x, *weights, *none, *numbers, False)[1:6]
-    d_out = cases.upstream_of(case, cases.inputs_of(case)).out
-    back = (d_out, None, None, None, None, x, *weights, *made)
-    mains = [torch.ones(t.shape) for t in weights]
-    leaves = [t.clone().requires_grad_() for t in (x, *weights)]
-    return {
-        "head": (ops.mhc_mix, (*leaves, *none, *numbers, False)),
-        "head_backward": (ops.mhc_mix_backward, (*back, *none, *numbers, [True] * 5)),
-        "head_backward, mains": (ops.mhc_mix_backward, (*back, *mains, *numbers, [True] * 5)),
-    }
-
-
-OPCHECKS = opcheck_cases() | opchecks_of_a_head()
-
-
-@pytest.mark.parametrize("case", OPCHECKS)
-def test_opcheck(case):
-    target, args = OPCHECKS[case]
-    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
-
-
-def test_every_op_is_checked_and_pt2_compliant():
-    checked = {str(target) for target, _ in OPCHECKS.values()}
-    names = {name for name in dir(torch.ops.cute_kernels) if name.startswith("mhc_")}
-    assert checked == {f"cute_kernels.{name}" for name in names}
-    for name in names:
-        overload = getattr(torch.ops.cute_kernels, name).default
-        assert torch.Tag.pt2_compliant_tag in overload.tags
 
 
 # ---- graphs --------------------------------------------------------------------------------------

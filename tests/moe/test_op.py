@@ -1,4 +1,4 @@
-"""The public functions of moe on the CPU: bytes of ck.linear, gradients, battery, opcheck."""
+"""The public functions of moe on the CPU: bytes of ck.linear, gradients, battery."""
 
 from __future__ import annotations
 
@@ -123,31 +123,6 @@ def test_the_gradient_of_a_bias_without_tokens_is_zero():
     assert gradient.shape == (3, 5) and not bits(gradient).any()
 
 
-def checked_calls():
-    x, weight, offsets, bias, dy = operands("few", FP32)
-    logits = drawn(6, 5, seed=1)
-    scores = logits.softmax(-1)
-    indices = torch.tensor([[0, 3], [1, 2], [4, 0], [3, 3], [0, 1], [2, 4]], dtype=INT32)
-    permutation = oracle.permutation(indices, 5)
-    rows, weights = drawn(12, 9, seed=3), drawn(6, 2, seed=4)
-    for of in ("chain", "tree"):
-        yield OPS.grouped_linear, (leaf(x), leaf(weight), offsets, leaf(bias), None, of)
-        yield OPS.grouped_dx, (leaf(dy), leaf(weight), offsets, of)
-    yield OPS.grouped_dw, (leaf(dy), leaf(x), offsets, "chain")
-    yield OPS.grouped_leaf_sums, (x, weight, offsets, 16)
-    yield OPS.grouped_dw_, (dy, x, offsets, torch.zeros(weight.shape))
-    yield OPS.grouped_dbias, (leaf(dy), offsets)
-    yield OPS.moe_scores, (leaf(logits), "softmax")
-    yield OPS.moe_select, (scores, None, 2, 1, 1)
-    yield OPS.moe_weights, (leaf(scores), indices, True, 1.0)
-    yield OPS.moe_slot_weights, (scores, indices, True, BF16)
-    yield OPS.moe_sort, (indices, 5)
-    yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), *permutation)
-    yield OPS.moe_combine, (leaf(rows), leaf(weights), *permutation)
-    yield OPS.moe_balance_loss, (leaf(scores), indices)
-    yield OPS.moe_z_loss, (leaf(logits),)
-
-
 def test_a_gradient_that_is_main_grad_is_refused():
     """By the op itself, which is what a compiled graph calls."""
     state = drawn(3, 4, 4, seed=1)
@@ -169,12 +144,6 @@ def test_route_compiles_with_dynamic_numbers(dynamic):
     for rows, scale in ((6, 1.0), (9, 2.5), (4, 0.3)):
         logits = drawn(rows, 4, seed=rows)
         assert same_bytes(compiled(logits, scale), route(logits, scale))
-
-
-def test_opcheck():
-    assert ck.grouped_linear and ck.moe.route  # their use defines the ops
-    for overload, args in checked_calls():
-        torch.library.opcheck(overload.default, args)
 
 
 def test_contract_id_follows_linear(monkeypatch):

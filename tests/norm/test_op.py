@@ -1,12 +1,10 @@
-"""Tests of norm as torch ops: opcheck, torch.compile, shapes, special values."""
+"""Tests of norm as torch ops: torch.compile, shapes, special values."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.norm import op
 from tests.contract import same_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -14,38 +12,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def arguments(kind: str, residual: bool, main_grad: bool = False) -> tuple:
-    x = normal(3, 5, 40, dtype=BF16).requires_grad_()
-    weight, bias = (normal(40, seed=s).requires_grad_() for s in (1, 2))
-    added = normal(3, 5, 40, seed=3, dtype=BF16).requires_grad_() if residual else None
-    into = normal(40, seed=4) if main_grad else None
-    return x, added, weight, bias if kind == "layer" else None, into, None, kind, 1e-5, 0.5
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_opcheck(kind, residual):
-    torch.library.opcheck(torch.ops.cute_kernels.norm.default, arguments(kind, residual))
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_opcheck_in_steps(kind):
-    torch.library.opcheck(torch.ops.cute_kernels.norm_in_steps.default, arguments(kind, True))
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_opcheck_of_the_backward(kind):
-    with torch.no_grad():
-        x, _, weight, bias, *_ = arguments(kind, False)
-        _, _, mean, rstd = op.norm(x, None, weight, bias, None, None, kind, 1e-5, 0.0)
-        inputs = (x * 0.5, None, x, mean if kind == "layer" else None, rstd, weight, bias)
-        rule = kind, 1e-5, 0.0, [True, True, False]
-        ops = torch.ops.cute_kernels
-        torch.library.opcheck(ops.norm_gradients.default, (*inputs, *rule))
-        main_grads = normal(40, seed=6), None
-        torch.library.opcheck(ops.norm_backward.default, (*inputs, *main_grads, *rule))
 
 
 def test_compiled_it_has_the_bytes_of_eager():

@@ -1,4 +1,4 @@
-"""The torch ops of rowwise: opcheck, vmap, tied weights, contracts."""
+"""The torch ops of rowwise: vmap, tied weights, contracts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels import arch, contracts
@@ -20,7 +19,6 @@ from .cases import (
     ACTIVATIONS,
     BF16,
     DTYPES,
-    FP16,
     FP32,
     drawn,
     indices,
@@ -28,93 +26,9 @@ from .cases import (
     threads,
 )
 
-OPS = (
-    "activation", "activation_backward", "gated", "gated_backward", "softmax", "softmax_backward",
-    "log_softmax", "log_softmax_backward", "rotary_table", "rotary", "rotary_pair",
-    "rotary_pair_backward", "embedding", "embedding_gradient", "embedding_gradient_", "square_sum",
-    "add_sums", "scale_",
-)  # fmt: skip
-INVERSE = 1.0 / 100.0 ** (torch.arange(0, 8, 2) / 8)
-
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
     return drawn(*shape, seed=seed, dtype=dtype).requires_grad_()
-
-
-def opcheck_cases() -> dict[str, tuple]:
-    ops = torch.ops.cute_kernels
-    x, up, column = leaf(3, 7), leaf(3, 7, seed=1), drawn(7, 3, dtype=BF16).mT
-    ids, weight, dy = indices(9, 2, 5), leaf(9, 4, seed=2), drawn(2, 5, 4, seed=3, dtype=BF16)
-    q, cos, sin = leaf(2, 3, 5, 8), drawn(2, 1, 5, 6), drawn(2, 1, 5, 6, seed=1)
-    empty = drawn(0, 7)
-    return {
-        "activation": (ops.activation, (x, "silu")),
-        "activation, strides": (ops.activation, (column, "gelu")),
-        "activation, empty": (ops.activation, (empty, "tanh")),
-        "activation, scalar": (ops.activation, (leaf(1)[0].detach().requires_grad_(), "gelu_tanh")),
-        "activation_backward": (ops.activation_backward, (up.detach(), x.detach(), "sigmoid")),
-        "gated": (ops.gated, (x, up, "silu", False)),
-        "gated, one gradient": (ops.gated, (x, up.detach(), "gelu", False)),
-        "gated_backward": (
-            ops.gated_backward,
-            (column, x.detach(), up.detach(), "gelu_tanh", False),
-        ),
-        "gated in steps": (ops.gated, (x, up, "gelu", True)),
-        "gated in steps, empty": (ops.gated, (empty, empty, "silu", True)),
-        "gated_backward in steps": (
-            ops.gated_backward,
-            (column, x.detach(), up.detach(), "silu", True),
-        ),
-        "softmax": (ops.softmax, (x, BF16)),
-        "softmax, fp32": (ops.softmax, (leaf(2, 3, 7), FP32)),
-        "softmax, strides": (ops.softmax, (column, FP16)),
-        "softmax, empty": (ops.softmax, (drawn(3, 0).requires_grad_(), BF16)),
-        "softmax_backward": (ops.softmax_backward, (column, x.detach(), FP32)),
-        "log_softmax": (ops.log_softmax, (x, FP32)),
-        "log_softmax, 1-D": (ops.log_softmax, (leaf(7), BF16)),
-        "log_softmax_backward": (ops.log_softmax_backward, (up.detach(), column)),
-        "rotary_table": (ops.rotary_table, (ids, INVERSE, 1.5, BF16)),
-        "rotary_table, empty": (ops.rotary_table, (ids[:0], INVERSE, 1.5, FP32)),
-        "rotary": (ops.rotary, (q, cos, sin, False)),
-        "rotary, back, 3-D": (ops.rotary, (leaf(3, 5, 8), cos[0], sin[0], True)),
-        "rotary, strides": (ops.rotary, (drawn(2, 5, 3, 8).transpose(1, 2), cos, sin, False)),
-        "rotary_pair": (ops.rotary_pair, (q, leaf(2, 1, 5, 8), cos[:, 0], sin[:, 0], 1, FP32)),
-        "rotary_pair, strides": (
-            ops.rotary_pair,
-            (drawn(2, 5, 3, 8).transpose(1, 2), q.detach().float(), cos[:, 0], sin[:, 0], 1, FP32),
-        ),
-        "rotary_pair, empty": (ops.rotary_pair, (q[:0], q[:0], cos[:0, 0], sin[:0, 0], 1, BF16)),
-        "rotary_pair_backward": (
-            ops.rotary_pair_backward,
-            (q.detach(), q.detach() * 2, cos[:, 0], sin[:, 0], 1, BF16),
-        ),
-        "embedding": (ops.embedding, (ids, weight, None, -1)),
-        "embedding, int32": (ops.embedding, (ids.int(), weight, None, 3)),
-        "embedding, empty": (ops.embedding, (ids[:0], weight, None, -1)),
-        # Of a frozen weight: autograd.grad, which opcheck uses, leaves main_grad alone.
-        "embedding, main_grad": (ops.embedding, (ids, weight.detach(), torch.zeros(9, 4), -1)),
-        "embedding_gradient": (ops.embedding_gradient, (dy, ids, 3, 9)),
-        "embedding_gradient_": (ops.embedding_gradient_, (dy, ids, -1, torch.ones(9, 4))),
-        "square_sum": (ops.square_sum, (column,)),
-        "square_sum, empty": (ops.square_sum, (empty,)),
-        "add_sums": (ops.add_sums, (torch.rand(5, dtype=torch.float64),)),
-        "scale_": (ops.scale_, (drawn(3, 7, dtype=BF16), torch.tensor(0.3))),
-    }
-
-
-@pytest.mark.parametrize("case", list(opcheck_cases()))
-def test_opcheck(case):
-    target, args = opcheck_cases()[case]
-    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
-
-
-def test_every_op_is_checked_and_pt2_compliant():
-    assert {target for target, _ in opcheck_cases().values()} == {
-        getattr(torch.ops.cute_kernels, name) for name in OPS
-    }
-    for name in OPS:
-        overload = getattr(torch.ops.cute_kernels, name).default
-        assert torch.Tag.pt2_compliant_tag in overload.tags
 
 
 # ---- autograd and vmap ---------------------------------------------------------------------------
