@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
+import pytest
 from torch import Tensor
 
 import ptxsim
@@ -21,6 +22,12 @@ from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
 from tests import kernel_store
 from tests.contract import same_bytes
+
+
+def widths(*often: int) -> list:
+    """Head sizes: those of every commit if a kernel changed, and the others by night."""
+    others = [d for d in config.HEAD_DIMS if d not in often]
+    return [*often, *(pytest.param(d, marks=pytest.mark.nightly) for d in others)]
 
 
 def module_of(chosen):

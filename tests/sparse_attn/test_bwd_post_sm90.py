@@ -62,9 +62,7 @@ def test_bytes(head_dim, dtype):
     assert contract.same_bytes(run(post, acc), rounded(post, acc))
 
 
-@pytest.mark.parametrize(
-    "head_dim", [128, *(pytest.param(d, marks=pytest.mark.nightly) for d in (64, 96, 192, 256))]
-)
+@pytest.mark.parametrize("head_dim", simulated.widths(128))
 def test_every_mode(head_dim):
     post = chosen(head_dim)
     acc = accumulators(post)

@@ -52,9 +52,7 @@ def test_gradients(mask, head_dim, heads):
         assert one["report"]["fence_warnings"]["count"] == 0
 
 
-@pytest.mark.parametrize(
-    "head_dim", [64, 128, *(pytest.param(d, marks=pytest.mark.nightly) for d in (192, 256))]
-)
+@pytest.mark.parametrize("head_dim", simulated.widths(64, 128))
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kind_of_schedule(kind, head_dim):
     """Whatever the order, the same sums within the bound."""
@@ -156,9 +154,7 @@ def test_strides_and_what_outputs_held_do_not_matter(head_dim):
     assert all(map(contract.same_bytes, first, second))
 
 
-@pytest.mark.parametrize(
-    "head_dim", [128, *(pytest.param(d, marks=NIGHT) for d in HEAD_DIMS if d != 128)]
-)
+@pytest.mark.parametrize("head_dim", simulated.widths(128))
 def test_a_head_does_not_see_the_others(head_dim):
     """Bits of one (batch, group of heads) are those it has alone."""
     mask = BlockMask.sliding_window(300, 300, left=140, right=0)

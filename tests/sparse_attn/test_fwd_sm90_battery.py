@@ -15,7 +15,6 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import masks
-from cute_kernels.sparse_attn.config import HEAD_DIMS
 from ptxsim import modes
 from tests import certified, contract
 from tests.sparse_attn import battery, mutated, simulated
@@ -71,12 +70,6 @@ def with_neighbours(given: Case) -> dict[str, Case]:
     return cases
 
 
-def widths(*every: int):
-    """Head sizes: those of every commit, and the others by night."""
-    others = [d for d in HEAD_DIMS if d not in every]
-    return [*every, *(pytest.param(d, marks=pytest.mark.nightly) for d in others)]
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "lengths"),
     [
@@ -105,7 +98,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("width", widths(64))
+@pytest.mark.parametrize("width", simulated.widths(64))
 @pytest.mark.parametrize("mask", battery.MASKS)
 @pytest.mark.parametrize("part", PARTS)
 def test_transforms(part, mask, width):
@@ -126,7 +119,7 @@ def test_neighbours(name, width):
         same(part, (want[0][:, :, :1], want[1][:, :1]), label, slice(40, 60))
 
 
-@pytest.mark.parametrize("width", widths(64, 256))
+@pytest.mark.parametrize("width", simulated.widths(64, 256))
 def test_other_rows_of_the_mask(width):
     """Which blocks the rows around it visit, and which form the mask has, is no row's business."""
     allowed = torch.rand(128, 640, generator=torch.Generator().manual_seed(SEED)) < 0.3
@@ -142,7 +135,7 @@ def test_other_rows_of_the_mask(width):
     same((got[0][:, :64], got[1][..., :64]), want, "neighbours' blocks", slice(0, 64))
 
 
-@pytest.mark.parametrize("width", widths(64, 128, 192, 256))
+@pytest.mark.parametrize("width", simulated.widths(64, 128, 192, 256))
 def test_forms(width):
     """The same elements as a band, as bits, and (all of them) as no mask: one set of bytes."""
     for mask in (BlockMask.causal(200, 383), BlockMask.full(200, 383)):
