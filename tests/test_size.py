@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/rowwise": (2391, ""),
     "tests/runtime": (2135, ""),
     "tests/schedulers": (4439, ""),
-    "tests/sparse_attn": (12287, "Ranges against their rule, query by query"),
+    "tests/sparse_attn": (12281, "Ranges against their rule, query by query"),
     "tests/verify": (2668, ""),
     "verify": (2941, "code of a file once a text"),
     "tests/ranks": (449, "one launcher of ranks"),
