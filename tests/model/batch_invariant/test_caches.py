@@ -13,7 +13,7 @@ from tests.contract import same_bytes
 from tests.model.batch_invariant.cases import BF16, FP32, drawn
 
 #: Beyond one block of 128 keys; a window that is no multiple of anything.
-LENGTH, WINDOW = 150, 37
+LENGTH, WINDOW = 150, 101
 
 
 def strict():
@@ -47,7 +47,7 @@ def test_a_row_has_the_bytes_that_its_keys_alone_give(dtype, dim):
 def test_sequences_of_a_batch_have_windows_of_their_own():
     """fp32, where rows of one batch begin at other columns."""
     q, k, v = (drawn(2, 2, LENGTH, 24, seed=s, dtype=FP32) for s in (1, 2, 3))
-    mask = torch.stack([windowed(LENGTH, WINDOW), windowed(LENGTH, 60)])[:, None]
+    mask = torch.stack([windowed(LENGTH, WINDOW), windowed(LENGTH, 120)])[:, None]
     with strict():
         both = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         for b in range(2):

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from tests.model.patch import all_causal_lms, families
 
 #: Beyond one block of 128 keys; a window that is no multiple of anything.
-WINDOW = 37
+WINDOW = 101
 
 
 def model(family: str = "llama", dtype: torch.dtype = BF16, **settings: object) -> torch.nn.Module:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  (before ranks are forked)
 
 import cute_kernels as ck
 from cute_kernels.model.patch import state
