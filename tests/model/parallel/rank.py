@@ -25,10 +25,10 @@ from tests.model.patch import families
 EXPERTS = "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine"
 #: Family -> degrees at every commit, and by night.
 DEGREES = {
-    "llama": ((2, 4), (1,)),
+    "llama": ((1, 2, 4), ()),
     "qwen3": ((4,), (1, 2)),
     "gemma3": ((2,), (1, 4)),
-    "mixtral": ((4,), (1, 2)),
+    "mixtral": ((1, 4), (2,)),
     **dict.fromkeys(("qwen2", "mistral", "gemma2", "phi3", "olmo2", "gpt_neox"), ((), (2, 4))),
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe"), ((), (1, 2, 4))),
 }
@@ -85,6 +85,17 @@ def whole_vocabulary(meshes: dict) -> list[str]:
         whole=not any(p.is_shard() for p in net.lm_head.weight.placements),
         differing=cases.different(*found),
     )
+
+
+def static_cache(meshes: dict) -> list[str]:
+    """Logits of generation with a static cache: those of one process."""
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"cache_implementation": "static", "output_logits": True}
+    found = []
+    for mesh in (None, meshes[2]):
+        out = cases.patched("llama", mesh).generate(cases.tokens()[:, :7], **options)
+        found.append({"ids": out.sequences, "logits": torch.stack(out.logits)})
+    return cases.different(*found)
 
 
 def fully_sharded(meshes: dict) -> list[str]:
@@ -285,8 +296,8 @@ def _by_transformers(family: str, mesh) -> list[str]:
 STARTS = {
     "every commit": {
         2: (
-            every_commit, another_mixture, tied, whole_vocabulary, states, packed.into_meta,
-            refused.refused, mutants.survivors, loaded,
+            every_commit, another_mixture, tied, whole_vocabulary, static_cache, states,
+            packed.into_meta, refused.refused, mutants.survivors, loaded,
         ),
         4: (every_commit, refused.refused, fully_sharded, packed_states),
     },
