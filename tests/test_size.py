@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/kernels": (363, ""),
     "tests/logp": (5974, ""),
     "tests/mhc": (7083, ""),
-    "tests/model": (10557, ""),
+    "tests/model": (10570, ""),
     "tests/moe": (4027, ""),
     "tests/norm": (1966, ""),
     "tests/option_table": (1320, ""),
