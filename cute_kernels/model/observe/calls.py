@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from types import FunctionType, MethodType
 from typing import Protocol
 
 from torch import nn
@@ -26,10 +28,19 @@ class Watcher(Protocol):
 
 def bound(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, object]:
     """Return the arguments of a call by the names that ``forward`` gives them."""
+    forward = None if "forward" in vars(module) else getattr(type(module), "forward", None)
     try:
-        return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
+        known = isinstance(forward, FunctionType)
+        signature = _signature(forward) if known else inspect.signature(module.forward)
+        return dict(signature.bind_partial(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # a forward without a signature, or one that will complain
         return {"args": args, **kwargs}
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(forward: FunctionType) -> inspect.Signature:
+    """Signature of a class's forward, bound to a module; the cache holds no module."""
+    return inspect.signature(MethodType(forward, forward))
 
 
 class Stack(list[Key]):
