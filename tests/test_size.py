@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/integrations": (8219, ""),
     "cute_kernels/logp": (5873, ""),
     "cute_kernels/mhc": (9256, "types of Triton launchers again"),
-    "cute_kernels/model": (11139, ""),
+    "cute_kernels/model": (11150, ""),
     "cute_kernels/moe": (4349, ""),
     "cute_kernels/norm": (3358, ""),
     "cute_kernels/rowwise": (2977, "parameters of kernels one on a line"),
