@@ -6,16 +6,17 @@ made from.  A change of a kernel's machine code must come with new ones.
 A kernel whose digest is the stored one was proved already, by whoever stored it: every commit
 compiles a sample of those, and all others.  The nightly run compiles everything.
 
-    python -m tests.certified SYSTEM ...
+    python -m tests.certified norm norm.triton ...
 
-runs the simulated tests of systems and, if they pass, stores the digests of their launchers: until
-then every commit runs them all.
+runs the simulated tests of a system's SM90 kernels, or those of its Triton kernels, and, if they
+pass, stores the digest of the launchers: until then every commit runs them all.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -29,8 +30,9 @@ from tests import import_graph, kernel_store
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "perf" / "results" / "certificates.json"
-#: System -> digest of its launchers when its simulated tests last passed.
-LAUNCHERS = ROOT / "tests" / "launchers.json"
+TESTS = ROOT / "tests"
+#: ``norm`` (SM90 kernels) or ``norm.triton`` -> digest of its launchers when its tests last passed.
+LAUNCHERS = TESTS / "launchers.json"
 
 
 def certify(kernel, kind: str, expect):
@@ -117,16 +119,21 @@ def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:
 
 
 def proved_system(system: str) -> bool:
-    """Whether a system's kernels and launchers, and the simulator, are as they were tested."""
+    """Whether a system's kernels and launchers, and the simulator, are as they were tested.
+
+    system: ``norm`` for its SM90 kernels, ``norm.triton`` for its Triton kernels.
+    """
     from ptxsim.tests import proved as simulator
 
+    known = launched(LAUNCHERS).get(system) == launchers_digest(system) and simulator.holds()
+    if _is_triton(system):
+        return known
     names = {item["name"] for item in records() if item["name"].startswith(f"{system}_")}
-    return (
-        bool(names)
-        and all(map(proved, names))
-        and simulator.holds()
-        and launched(LAUNCHERS).get(system) == launchers_digest(system)
-    )
+    return known and bool(names) and all(map(proved, names))
+
+
+def _is_triton(system: str) -> bool:
+    return system.endswith(".triton")
 
 
 def launched(store: Path) -> dict[str, str]:
@@ -135,39 +142,78 @@ def launched(store: Path) -> dict[str, str]:
 
 
 def launchers(system: str) -> set[str]:
-    """Modules that a system's SM90 launchers are made of, beyond what certificates depend on."""
-    graph = import_graph.import_graph()
-    left = {
-        name
-        for name in graph
-        if name.startswith(f"{system}.") and name.endswith(".launch") and ".triton." not in name
-    }
-    out = {"runtime.operands"}
+    """Modules that a system's launchers are made of: Triton's with their kernels, SM90's beyond
+    what certificates depend on."""
+    graph, own = import_graph.import_graph(), system.split(".")[0]
+    if _is_triton(system):
+        left = {name for name in graph if name.startswith(f"{system}.")}
+        out, shared = set(), _SHARED
+    else:
+        left = {name for name in graph if name.startswith(f"{own}.") and name.endswith(".launch")}
+        out, shared = {"runtime.operands"}, ()
     while left:
         name = left.pop()
-        if name.startswith(f"{system}.") and name not in out and not _is_elsewhere(name):
+        inside = name.startswith((f"{own}.", *shared))
+        if inside and name not in out and not _is_elsewhere(name, system):
             out.add(name)
             left |= graph[name]
     return out
 
 
-def _is_elsewhere(name: str) -> bool:
-    """Whether a module belongs to a kernel's certificate, or to another backend."""
+#: What Triton kernels and launchers of several systems import.
+_SHARED = ("runtime.operands", "runtime.products", "runtime.triton_", "schedulers.")
+
+
+def _is_elsewhere(name: str, system: str) -> bool:
+    """Whether a module belongs to another backend of the system, or to an SM90 certificate."""
     parts = name.split(".")[1:]
+    if _is_triton(system):
+        return parts[0] == "cpu"
     kernel = parts[0] in ("config", "device", "masks")
     return kernel or parts[0] in ("cpu", "triton") or parts[-1].startswith("kernel_")
 
 
-def launchers_digest(system: str, paths: dict[str, Path] | None = None) -> str:
-    """SHA-256 over the names and code of a system's `launchers`; paths: module -> file."""
+def tested_files(system: str) -> dict[str, Path]:
+    """Name -> file of a system's `launchers` and, for Triton, of what runs them in tests."""
+    paths = import_graph.modules()
+    out = {name: paths[name] for name in launchers(system)}
+    if _is_triton(system):
+        out |= {f"tests/{path.name}": path for path in TESTS.glob("triton_*.py")}
+    return out
+
+
+def tested_versions(system: str) -> dict[str, str]:
+    """Versions of the packages that compile and interpret a system's Triton kernels."""
+    packages = ("numpy", "triton") if _is_triton(system) else ()
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def launchers_digest(system: str) -> str:
+    """SHA-256 over a system's `tested_versions`, and the names and code of its `tested_files`."""
     from verify.sources import code
 
-    paths = paths or import_graph.modules()
     total = hashlib.sha256()
-    for name in sorted(launchers(system)):
-        content = code(paths[name])
+    for package, version in sorted(tested_versions(system).items()):
+        total.update(f"{package}\0{version}\0".encode())
+    for name, path in sorted(tested_files(system).items()):
+        content = code(path)
         total.update(f"{name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()
+
+
+def tests_of(system: str) -> list[str]:
+    """Pytest's arguments that select the tests of a system's SM90 or Triton kernels."""
+    folder = TESTS / system.split(".")[0]
+    if not _is_triton(system):
+        return [str(folder), "-m", "sim and not nightly and not gpu"]
+    return [*map(str, sorted(folder.glob("test_triton*.py"))), "-m", "not nightly and not gpu"]
 
 
 def record(system: str, run: Callable[[Sequence[str]], int], store: Path = LAUNCHERS) -> int:
@@ -179,7 +225,7 @@ def record(system: str, run: Callable[[Sequence[str]], int], store: Path = LAUNC
     kept = launched(store)
     kept.pop(system, None)
     _write(kept, store)
-    status = run([f"tests/{system}", "-q", "-m", "sim and not nightly and not gpu"])
+    status = run([*tests_of(system), "-q"])
     if status == 0:
         _write(kept | {system: digest}, store)
     return status
@@ -205,9 +251,9 @@ def marks(system: str, often: str | None = None) -> list[pytest.MarkDecorator]:
 
 
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
-    """The tests marked ``simulates(system)`` but the first parameter of each function.
+    """The tests marked ``simulates(system, ...)`` but the first parameter of each function.
 
-    If the system is proved: neither its kernels nor what runs them has changed since all ran.  A
+    If each system is proved: neither its kernels nor what runs them has changed since all ran.  A
     module may name in one string those of its functions that run ``often``: a test of each kind.
     Of those marked ``mutants``, which test the tests, always.
     """
@@ -215,7 +261,7 @@ def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = Non
     often, left = set(), []
     for item in items:
         mark = item.get_closest_marker("simulates")
-        proof = mark is not None and known(*mark.args)
+        proof = mark is not None and all(map(known, mark.args))
         if item.get_closest_marker("nightly"):
             continue
         if not (item.get_closest_marker("mutants") or proof):

@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
+from tests import triton_in_numpy
 from tests.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,3 +47,9 @@ def check(files: Iterable[Path], *, marked: str = EITHER, chosen: str = "test") 
     assert re.search(rf"\b{passed.total()} passed\b", run.stdout), run.stdout[-2000:]
     assert "skipped" not in run.stdout
     return passed
+
+
+@pytest.fixture(autouse=True)
+def same_on_every_machine(monkeypatch):
+    """`same_bits`, for the tests of a module that imports it."""
+    triton_in_numpy.same_bits(monkeypatch)

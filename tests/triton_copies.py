@@ -26,7 +26,6 @@ def copy_of(
     folder: Path,
     *edits: tuple[str, str],
     files: tuple[str, ...] = ("kernel", "launch"),
-    beside: tuple[str, ...] = (),
     surroundings: contextlib.AbstractContextManager | None = None,
 ) -> ModuleType:
     """The launcher of a ``triton`` package, a copy that launches copies of the kernels.
@@ -34,14 +33,13 @@ def copy_of(
     Each (old, new) is replaced; old must occur exactly once in all of the files.
 
     files: the modules of the kernels and, last, of their launcher; each may import those before.
-    beside: other modules of the package that those import from.
     surroundings: what the copies are imported in; the originals are not.
     """
-    number, names = next(_NUMBERS), (*beside, *files)
-    originals = {name: importlib.import_module(path) for name, path in _paths(package, names)}
+    number = next(_NUMBERS)
+    originals = {name: importlib.import_module(path) for name, path in _paths(package, files)}
     copies: dict[str, ModuleType] = {}
     with surroundings or contextlib.nullcontext():
-        for name, text in texts(package, names, *edits).items():
+        for name, text in texts(package, files, *edits).items():
             parent = originals[name].__name__.rpartition(".")[0]
             module = _imported(parent, folder / f"{name}_copy_{number}.py", text)
             for other, copy in copies.items():

@@ -1,7 +1,7 @@
 """Runs Triton kernels without a GPU: compiles what launchers launch, or runs that PTX in ptxsim.
 
 Everything goes through a system's own launcher and Triton's own specialisation: only the last step,
-the launch, is replaced.  Each system's triton_harness names its kernels and what they may write.
+the launch, is replaced.
 """
 
 from __future__ import annotations
@@ -185,15 +185,8 @@ def _options(lib, names: Mapping[str, int]) -> Options:
 
 
 @contextlib.contextmanager
-def on_the_cpu() -> Iterator[None]:
-    """While it lasts, the launchers' device guard takes a CPU for a device."""
-    with guarded():
-        yield
-
-
-@contextlib.contextmanager
 def guarded() -> Iterator[list]:
-    """While it lasts, yields the devices whose guards are open."""
+    """While it lasts, launchers' device guards take a CPU; yields the devices of open guards."""
     with mock.patch.object(torch.cuda, "device", _guard):
         yield _DEVICES
 
@@ -208,18 +201,3 @@ def _guard(device) -> Iterator[None]:
     finally:
         if not is_open:
             _DEVICES.remove(device)
-
-
-def harness(launch: ModuleType, written: Written) -> tuple[Callable, Callable]:
-    """`compiled` and `simulated` of a system that needs nothing around them."""
-
-    def compile_for(target: str, call: Callable[[], object], launch: ModuleType = launch) -> list:
-        with on_the_cpu():
-            return compiled(launch, TARGETS[target], written, call)
-
-    @contextlib.contextmanager
-    def simulate_all(launch: ModuleType = launch, **options: int) -> Iterator[list]:
-        with on_the_cpu(), simulated(launch, written, options) as kernels:
-            yield kernels
-
-    return compile_for, simulate_all

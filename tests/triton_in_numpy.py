@@ -84,12 +84,6 @@ def same_bits(monkeypatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
 
 
-@pytest.fixture(autouse=True)
-def same_on_every_machine(monkeypatch):
-    """`same_bits`, for the tests of a module that imports it."""
-    same_bits(monkeypatch)
-
-
 def casts_that_round(monkeypatch) -> None:
     """Casts to bf16 round to the nearest even, as a GPU's do; the interpreter's truncate."""
 
@@ -132,9 +126,3 @@ def round_as_gpus_do(monkeypatch) -> None:
     """Casts to bf16 round to the nearest even, and an fma rounds once."""
     casts_that_round(monkeypatch)
     fma_that_rounds_once(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def gpu_rounding(monkeypatch):
-    """`round_as_gpus_do`, for the tests of a module that imports it."""
-    round_as_gpus_do(monkeypatch)

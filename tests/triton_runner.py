@@ -13,6 +13,11 @@
     def test_killed(engine, check, edits):
         RUNNER.kill(engine, check, *edits)
 
+    @pytest.mark.parametrize(("engine", "check"), unedited(MUTANTS))
+    def test_unedited(engine, check):    # where no table of checks has these
+        with RUNNER.running(engine) as launch:
+            check(launch)
+
     (kernel,) = RUNNER.compiled("gfx942", lambda: RUNNER.launch.scaled_add(a, b, 0.3))
 
 Engines: `SM90` is the sm_90 code in ptxsim, `INTERPRETER` the source in Triton's interpreter, which
@@ -42,7 +47,7 @@ from ptxsim.skips import requires_core
 from tests import triton_copies, triton_in_numpy
 
 from . import triton_harness as harness
-from .gemm import triton_inspect as inspect
+from . import triton_inspect as inspect
 from .old_memory import old_memory
 
 SM90, INTERPRETER = "sm_90", "interpreter"
@@ -65,7 +70,7 @@ _COPIES = tempfile.TemporaryDirectory(prefix="triton-copies-")
 @pytest.fixture(autouse=True)
 def device_guard():
     """Launchers take a CPU for a device, and new memory holds NaN; for Triton's interpreter."""
-    with harness.on_the_cpu(), old_memory():
+    with harness.guarded(), old_memory():
         yield
 
 
@@ -75,20 +80,33 @@ def case(engine: str, check: Callable, *args, night: bool = False, **options):
     return pytest.param(engine, _call(check, args), options, id=label, marks=_marks(engine, night))
 
 
-def mutants(table: Mapping[str, tuple], each: int = 1) -> list:
+def mutants(table: Mapping[str, tuple]) -> list:
     """Parameters (engine, check, edits) of name -> (engine, check, *arguments, *edits).
 
-    An edit is a pair of texts.  By day every ``each``-th one in the interpreter.
+    An edit is a pair of texts.
     """
-    out, interpreted = [], 0
+    out = []
     for name, (engine, check, *rest) in table.items():
-        edits = [r for r in rest if isinstance(r, tuple) and all(isinstance(t, str) for t in r)]
-        args = tuple(r for r in rest if r not in edits)
-        night = engine == INTERPRETER and interpreted % each != 0
-        interpreted += engine == INTERPRETER
-        marks = _marks(engine, night)
+        args, edits = _parted(rest)
+        marks = _marks(engine, night=False)
         out.append(pytest.param(engine, _call(check, args), edits, id=name, marks=marks))
     return out
+
+
+def unedited(table: Mapping[str, tuple]) -> list:
+    """Parameters (engine, check) of the checks in a table of mutants, each once, by night."""
+    out = {}
+    for name, (engine, check, *rest) in table.items():
+        args, _ = _parted(rest)
+        param = pytest.param(engine, _call(check, args), id=name, marks=_marks(engine, night=True))
+        out.setdefault((engine, check, args), param)
+    return list(out.values())
+
+
+def _parted(values: list) -> tuple[tuple, list[tuple[str, str]]]:
+    """The arguments of a check, and the edits after them."""
+    edits = [v for v in values if isinstance(v, tuple) and all(isinstance(t, str) for t in v)]
+    return tuple(v for v in values if v not in edits), edits
 
 
 def _call(check: Callable, args: tuple) -> Callable:
@@ -194,7 +212,7 @@ class Runner:
     ) -> list:
         """The kernels that ``call`` would launch, compiled for one of `TARGETS`; nothing runs."""
         described = mock.patch.object(arch, "describe", lambda device: DEVICES[target])
-        with harness.on_the_cpu(), described:
+        with harness.guarded(), described:
             return harness.compiled(launch or self.launch, TARGETS[target], self.written, call)
 
     @contextlib.contextmanager
@@ -224,14 +242,17 @@ def _checked(check: Callable[[dict], None]) -> Callable:
     return call
 
 
-def complaints(kernel, stack: int = 0) -> list[str]:
+#: Types of offsets that are too narrow: any; of tensors; of tensors of two axes or more.
+NARROW = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
+NARROW_TENSORS = r"tt\.addptr .*: .*, tensor<[\dx]+xi32>"
+NARROW_TILES = r"tt\.addptr .*: .*, tensor<\d+x\d+x(\d+x)?i32>"
+
+
+def complaints(kernel, stack: int = 0, narrow: str = NARROW_TENSORS) -> list[str]:
     """What is wrong with the code of a kernel without products; empty if nothing is.
 
     No atomics, spills beyond so many bytes of stack or matrix instructions, nothing fused, IEEE
-    division, offsets of 64 bits, and no sum of floats in an order that the compiler chooses.
+    division and roots, wide offsets, and no sum of floats in an order that the compiler chooses.
     """
-    narrow = r"tt\.addptr .*: .*, tensor<[\dx]+xi32>"
-    out = inspect.code_complaints(
-        kernel, stack, r"div\.(full|approx)|sqrt\.approx", "division", narrow
-    )
+    out = inspect.code_complaints(kernel, stack, narrow)
     return out + ["matrix instruction"] * bool(inspect.matrix_instructions(kernel))

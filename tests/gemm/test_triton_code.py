@@ -14,13 +14,15 @@ from triton.backends.compiler import GPUTarget
 
 from cute_kernels import arch
 from cute_kernels.gemm.triton import launch, plan
+from tests import triton_inspect as inspect
 from tests import triton_runner
 from tests.triton_runner import DEVICES
 
 from . import triton_cases as cases
-from . import triton_inspect as inspect
 from .triton_cases import BF16, FP16, FP32, TREE
 from .triton_engine import RUNNER
+
+pytestmark = pytest.mark.simulates("gemm.triton")
 
 TARGETS = ("sm_90", "gfx942", "gfx950")
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
@@ -366,7 +368,6 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.mutants
 @pytest.mark.parametrize(("found", "complaint", "old", "new"), MUTANTS)
 def test_code_is_noticed(found, complaint, old, new):
     assert complaint in found(RUNNER.mutant((old, new)))

@@ -15,6 +15,8 @@ from tests.contract import same_bytes
 from .finished_states import drawn
 from .triton_harness import compiled, complaints, copy_of, simulated
 
+pytestmark = pytest.mark.simulates("logp.triton")
+
 
 def differ(states: torch.Tensor, rows: exact.Rows, module=launch) -> bool:
     """Whether a result has other bytes than exact.finish; a device chooses those of NaN."""

@@ -16,6 +16,8 @@ from .policy_cases import HALVES_AND_FP32, values
 from .triton_cases import BF16, FP32
 from .triton_harness import compiled, complaints, simulated
 
+pytestmark = pytest.mark.simulates("logp.triton")
+
 #: Elements of whole vectors, and of a last block of some.
 SHAPES = [(64, 80), (63, 131)]
 

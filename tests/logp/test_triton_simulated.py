@@ -17,7 +17,7 @@ from . import triton_cases as cases
 from .triton_cases import BF16, FP32, Shape
 from .triton_harness import simulated
 
-pytestmark = [pytest.mark.sim, requires_core]
+pytestmark = [pytest.mark.sim, requires_core, pytest.mark.simulates("logp.triton")]
 
 SIZES = (1, 2, 132)
 RANDOM = {"warp_order": 1, "cta_order": 1, "seed": 5}

@@ -14,11 +14,11 @@ import cute_kernels.logp.triton as package
 from cute_kernels.cpu import ieee
 from cute_kernels.logp.triton import launch as triton_launch
 from cute_kernels.runtime import dispatch
-from tests import triton_copies, triton_in_numpy
+from tests import triton_copies, triton_in_numpy, triton_runner
 from tests import triton_harness as harness
 from tests.triton_harness import TARGETS
 
-from ..gemm import triton_inspect as inspect
+from .. import triton_inspect as inspect
 
 #: Every kernel, and the tensors that it may write.
 KERNELS = dict.fromkeys(("states_kernel", "gradients_kernel", "scale_kernel"), ("out_ptr",))
@@ -69,9 +69,7 @@ def through(launchers: dict[str, Callable]) -> Iterator[None]:
 
 def complaints(kernel) -> list[str]:
     """What is wrong with the code of a kernel; empty if nothing is."""
-    narrow = r"tt\.addptr .*: .*, tensor<\d+x\d+x(\d+x)?i32>"
-    found = inspect.code_complaints(kernel, STACK, r"div\.(full|approx)", "division", narrow)
-    return found + ["matrix instruction"] * bool(inspect.matrix_instructions(kernel))
+    return triton_runner.complaints(kernel, STACK, triton_runner.NARROW_TILES)
 
 
 @pytest.fixture(autouse=True)

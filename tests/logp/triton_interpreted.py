@@ -19,7 +19,7 @@ from cute_kernels.logp.triton import launch
 from cute_kernels.logp.triton import plan as plans
 
 from ..contract import same_bytes
-from ..triton_in_numpy import same_on_every_machine  # noqa: F401
+from ..interpreted import same_on_every_machine  # noqa: F401
 from . import policy_cases
 from . import triton_cases as cases
 from .triton_cases import BF16, FP16, FP32, NAMES, Shape

@@ -23,6 +23,8 @@ from .triton_harness import (
     sizes_of_float_sums,
 )
 
+pytestmark = pytest.mark.simulates("mhc.triton")
+
 #: Every value of each field but one target: target, n, layout, dtype, channels.
 EVERY_COMMIT = (
     ("sm_90", 2, "nc", BF16, 512),
@@ -113,7 +115,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_found(tmp_path, name):
     old, new, complaint = MUTANTS[name]

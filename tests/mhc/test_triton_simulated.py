@@ -18,7 +18,7 @@ from . import triton_rows as rows
 from .launcher_cases import BF16, FP32, Shape
 from .triton_harness import KERNELS, copy_of, simulated
 
-pytestmark = [pytest.mark.sim, requires_core]
+pytestmark = [pytest.mark.sim, requires_core, pytest.mark.simulates("mhc.triton")]
 
 SHAPES = (
     Shape(37, 530, 4, "cn", BF16),

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import itertools
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,15 +9,11 @@ import triton.language as tl
 
 import cute_kernels.mhc.triton as package
 from cute_kernels.cpu import ieee
-from cute_kernels.mhc.triton import launch as triton_launch
-from tests import triton_harness as harness
 from tests import triton_in_numpy
-from tests.old_memory import old_memory
 from tests.triton_harness import TARGETS  # noqa: F401  (those of the tests)
-from tests.triton_runner import device_guard  # noqa: F401  (that of the tests)
+from tests.triton_runner import NARROW, Runner, device_guard  # noqa: F401
 
-from ..anchors import replaced
-from ..gemm import triton_inspect as inspect
+from .. import triton_inspect as inspect
 
 #: The launcher's name of a module of kernels -> that module's kernels.
 KERNELS = {
@@ -56,47 +47,10 @@ PRODUCTS = ("project_kernel", "project_backward_kernel")
 #: 3.7.1 leaves on sm_80 for four streams of the layout "nc" whose channels are no multiple of 16.
 FP32_BACKWARD_STACK = 208
 sizes_of_float_sums = inspect.sizes_of_float_sums
-_FILES = ("kernel", "kernel_tokens", "launch")
-_NUMBERS = itertools.count()
 
 
-def copy_of(folder: Path, *edits: tuple[str, str]) -> ModuleType:
-    """A copy of the launcher that launches copies of the kernels, importable beside them.
-
-    Each (old, new) is replaced; old must occur exactly once, in one of the files.
-    """
-    home, number = Path(package.__file__).parent, next(_NUMBERS)
-    texts = {name: (home / f"{name}.py").read_text() for name in _FILES}
-    for old, new in edits:
-        texts = replaced(texts, old, new)
-    modules = []
-    for name, text in texts.items():
-        path = folder / f"{name}_copy_{number}.py"
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        modules.append(module)
-    kernels, token_kernels, launch = modules
-    launch.kernels, launch.token_kernels = kernels, token_kernels
-    return launch
-
-
-compiled, _ = harness.harness(triton_launch, WRITTEN)
-
-
-@contextlib.contextmanager
-def simulated(launch: ModuleType = triton_launch) -> Iterator[list]:
-    """Run launches of the sm_90 code on CPU tensors in ptxsim; yields the kernels.
-
-    Sums and coefficients that a launcher leaves unwritten are NaN.
-    """
-    with (
-        harness.on_the_cpu(),
-        old_memory(),
-        harness.simulated(launch, WRITTEN, {}) as kernels,
-    ):
-        yield kernels
+RUNNER = Runner(package, WRITTEN, files=("kernel", "kernel_tokens", "launch"))
+copy_of, compiled, simulated = RUNNER.copy_of, RUNNER.compiled, RUNNER.simulated
 
 
 def made_small(launch: ModuleType, monkeypatch) -> None:
@@ -113,9 +67,7 @@ def complaints(kernel) -> list[str]:
     stack = inspect.FP32_STACK if on_fma_units else 0
     if kernel.name == "project_backward_kernel" and kernel.src.signature["x_ptr"] == "*fp32":
         stack = FP32_BACKWARD_STACK
-    inexact = r"div\.(full|approx)|sqrt\.approx"
-    narrow = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
-    out = inspect.code_complaints(kernel, stack, inexact, "division or root", narrow)
+    out = inspect.code_complaints(kernel, stack, NARROW)
     if on_fma_units and "fma.rn.f32" not in inspect.text(kernel):
         out.append("no fma")
     matrix = {"v_mfma_f32_16x16x4_f32"} if hip and kernel.name in PRODUCTS else set()

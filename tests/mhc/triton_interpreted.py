@@ -17,7 +17,7 @@ from cute_kernels.mhc.triton import launch
 from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
-from ..triton_in_numpy import same_on_every_machine  # noqa: F401
+from ..interpreted import same_on_every_machine  # noqa: F401
 from . import launcher_cases as cases
 from . import triton_rows as rows
 from .launcher_cases import BF16, FP32, Shape

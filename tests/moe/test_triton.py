@@ -22,6 +22,8 @@ from . import cases
 from .cases import BF16, FP16, FP32
 from .triton_engine import PRODUCTS, ROUTES
 
+pytestmark = pytest.mark.simulates("moe.triton")
+
 DTYPES = (BF16, FP16, FP32)
 LINEAR, TREE = cases.rows_of_linear, cases.rows_of_tree
 
@@ -58,6 +60,7 @@ AGAINST_GEMM = [
 ]
 
 
+@pytest.mark.simulates("moe.triton", "gemm.triton")
 @pytest.mark.parametrize(("engine", "check", "options"), AGAINST_GEMM)
 def test_rows_have_the_bytes_of_gemm(engine, check, options):
     with GEMM.running(engine, **options) as gemm, PRODUCTS.running(engine, **options) as launch:
@@ -68,6 +71,7 @@ def test_rows_have_the_bytes_of_gemm(engine, check, options):
 CAPS = [pytest.param(cap, marks=() if cap == 2 else pytest.mark.nightly) for cap in (1, 2, 7, 132)]
 
 
+@pytest.mark.simulates("moe.triton", "gemm.triton")
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("check", [LINEAR, TREE])
 def test_programs(monkeypatch, check, cap):
@@ -266,7 +270,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(("engine", "check", "edits"), mutants(MUTANTS, 3))
+@pytest.mark.parametrize(("engine", "check", "edits"), mutants(MUTANTS))
 def test_killed(monkeypatch, engine, check, edits):
     # By two programs, one after the other: tiles of the first do not hide what the second spoils.
     monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", "2")
@@ -452,6 +456,6 @@ ROUTING_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(("engine", "check", "edits"), mutants(ROUTING_MUTANTS, 3))
+@pytest.mark.parametrize(("engine", "check", "edits"), mutants(ROUTING_MUTANTS))
 def test_routing_killed(engine, check, edits):
     ROUTES.kill(engine, check, *edits)

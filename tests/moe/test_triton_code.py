@@ -14,11 +14,13 @@ import triton
 
 from cute_kernels.moe.triton import launch, routing
 
-from ..gemm.triton_inspect import common_complaints, text, tree_complaints
-from ..gemm.triton_inspect import complaints as product_complaints
+from ..triton_inspect import common_complaints, text, tree_complaints
+from ..triton_inspect import complaints as product_complaints
 from ..triton_runner import complaints
 from . import cases
 from .triton_engine import PRODUCTS, ROUTES
+
+pytestmark = pytest.mark.simulates("moe.triton")
 
 BF16, FP32 = cases.BF16, cases.FP32
 #: Each target and each dtype at every commit.

@@ -24,6 +24,8 @@ from .triton_harness import (
     sizes_of_float_sums,
 )
 
+pytestmark = pytest.mark.simulates("norm.triton")
+
 #: Rows of one warp, of many, of as many lanes as there are, of blocks; ragged ones.
 WIDTHS = (65, 128, 4096, 8192, 16384, 40000)
 #: Every value of each field: target, width, dtype, weight's dtype, kind.

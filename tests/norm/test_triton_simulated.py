@@ -22,6 +22,8 @@ from .triton_checks import LAYERS
 from .triton_harness import copy_of, poisoned, simulated  # noqa: F401
 from .triton_orders import rounds_once
 
+pytestmark = pytest.mark.simulates("norm.triton")
+
 SIM = [pytest.mark.sim, requires_core]
 CARD = [
     pytest.mark.gpu,

@@ -5,18 +5,13 @@ What a launcher leaves unwritten is NaN, by `poisoned`.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 import cute_kernels.norm.triton as package
-from cute_kernels.norm.triton import launch as triton_launch
-from tests import triton_copies
-from tests import triton_harness as harness
 from tests.old_memory import old_memory
-from tests.triton_harness import TARGETS  # noqa: F401  (those of the tests)
+from tests.triton_runner import NARROW, TARGETS, Runner  # noqa: F401
 
-from ..gemm import triton_inspect as inspect
+from .. import triton_inspect as inspect
 
 #: Every kernel, and the tensors that it may write.
 KERNELS = {
@@ -31,16 +26,14 @@ KERNELS = {
 STACK = 24
 
 
-copy_of = functools.partial(triton_copies.copy_of, package)
-compiled, simulated = harness.harness(triton_launch, KERNELS)
+RUNNER = Runner(package, KERNELS)
+copy_of, compiled, simulated = RUNNER.copy_of, RUNNER.compiled, RUNNER.simulated
 sizes_of_float_sums = inspect.sizes_of_float_sums
 
 
 def complaints(kernel) -> list[str]:
     """Complaints about the code of a kernel; empty if there are none."""
-    inexact = r"div\.(full|approx)|(r?sqrt|rcp)\.approx"
-    narrow = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
-    return inspect.code_complaints(kernel, STACK, inexact, "division or root", narrow)
+    return inspect.code_complaints(kernel, STACK, NARROW)
 
 
 @pytest.fixture(autouse=True)

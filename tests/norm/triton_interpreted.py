@@ -10,8 +10,8 @@ import os
 
 import pytest
 
+from ..interpreted import same_on_every_machine  # noqa: F401
 from ..mhc.triton_harness import cpu_arithmetic, device_guard  # noqa: F401
-from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import cases
 from . import triton_checks as checks
 from .cases import FP32, Case, Rule

@@ -12,11 +12,12 @@ from cute_kernels.rowwise.triton import launch
 from ptxsim.skips import requires_core
 
 from .. import on_gpu
-from .. import triton_harness as harness
 from . import rotary_cases
 from . import triton_cases as cases
 from .cases import BF16, FP16, FP32
-from .triton_harness import KERNELS, copy_of, simulated
+from .triton_harness import copy_of, simulated
+
+pytestmark = pytest.mark.simulates("rowwise.triton")
 
 
 def by_night(*values):
@@ -68,7 +69,7 @@ def test_softmax(there, width, dtype):
 def test_a_plan_of_q_and_k_launches_what_its_launcher_does():
     """Of its own call, and of another with its signature."""
     one, other = (rotary_cases.operands(BF16, BF16, 16, 20, seed) for seed in (0, 5))
-    with harness.on_the_cpu(), harness.simulated(launch, KERNELS, RANDOM):
+    with simulated(**RANDOM):
         for options in ((1, FP32, False), (1, BF16, True)):
             plan = launch.plan_rotary_pair(*one, *options)
             assert plan.fresh and plan.cacheable

@@ -12,7 +12,7 @@ import pytest
 
 from cute_kernels.rowwise.triton import launch
 
-from ..triton_in_numpy import same_on_every_machine  # noqa: F401
+from ..interpreted import same_on_every_machine  # noqa: F401
 from . import triton_cases as cases
 from .triton_harness import copy_of, cpu_arithmetic, device_guard  # noqa: F401
 

@@ -29,7 +29,7 @@ from tests import contract
 from tests.contract import ContractViolation, same_bytes
 from tests.triton_harness import TARGETS, WildAccess
 
-from ..gemm import triton_inspect as inspect
+from .. import triton_inspect as inspect
 from . import against_float64, battery, cases, pack_cases, paged_cases, wild
 from .paged_cases import Engine, drawn
 from .triton_harness import (
@@ -43,6 +43,8 @@ from .triton_harness import (
     simulated,
     through,
 )
+
+pytestmark = pytest.mark.simulates("sparse_attn.triton")
 
 SIM = [pytest.mark.sim, requires_core]
 NIGHT = pytest.mark.nightly
@@ -491,7 +493,6 @@ def test_code_of_writes(target):
 FORWARD = "**_compiled(plan, plan.forward)"
 
 
-@pytest.mark.mutants
 @pytest.mark.parametrize(
     ("old", "new"),
     [

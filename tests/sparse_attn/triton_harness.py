@@ -17,7 +17,7 @@ from tests import triton_copies
 from tests import triton_harness as harness
 from tests.old_memory import old_memory
 
-from ..gemm import triton_inspect as inspect
+from .. import triton_inspect as inspect
 from .paged_cases import Engine
 
 #: Every kernel, and the tensors that it may write.
@@ -39,8 +39,10 @@ STACK = {"dkdv_kernel": 8}
 #: The kernels with matrix products.
 PRODUCTS = ("forward_kernel", "dkdv_kernel", "dq_kernel", "paged_forward_kernel")
 
-copy_of = functools.partial(triton_copies.copy_of, package, beside=("kernel_softmax",))
-paged_copy_of = functools.partial(copy_of, files=("kernel_paged", "paged"))
+copy_of = functools.partial(
+    triton_copies.copy_of, package, files=("kernel_softmax", "kernel", "launch")
+)
+paged_copy_of = functools.partial(copy_of, files=("kernel_softmax", "kernel_paged", "paged"))
 
 
 @contextlib.contextmanager
@@ -69,7 +71,7 @@ def compiled(
     kernels: harness.Written = KERNELS,
 ) -> list:
     """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
-    with harness.on_the_cpu():
+    with harness.guarded():
         return harness.compiled(launch, harness.TARGETS[target], kernels, call)
 
 

@@ -25,9 +25,10 @@ from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests.contract import same_bytes
+from tests.interpreted import same_on_every_machine  # noqa: F401
 from tests.sparse_attn import against_float64, cases, paged_cases
 from tests.sparse_attn.triton_harness import copy_of, engine, paged_copy_of, through
-from tests.triton_in_numpy import product, same_on_every_machine  # noqa: F401
+from tests.triton_in_numpy import product
 from tests.triton_runner import device_guard  # noqa: F401
 
 assert os.environ.get("TRITON_INTERPRET") == "1"

@@ -115,6 +115,9 @@ def test_one_simulation_of_each_test_of_a_proved_system_runs_often():
     left = certified.left_to_the_night(items, known=lambda name: True)
     assert [i for i in items if i not in left] == [*nightly, first[0], plain, other[0]]
     assert certified.left_to_the_night(items, known=lambda name: name == "a") == first[1:]
+    both = [Item(f"test_both[{i}]", simulates=pytest.mark.simulates("a", "b").mark) for i in (0, 1)]
+    assert certified.left_to_the_night(both, known=lambda name: True) == both[1:]
+    assert certified.left_to_the_night(both, known=lambda name: name == "a") == []
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -150,6 +153,7 @@ def test_what_runs_often_is_there(path):
         assert chosen and set(chosen) <= functions
 
 
+#: What the digest of a system's launchers holds, among others: SM90's, and Triton's.
 LAUNCHERS = {
     "gemm": {"gemm.launch", "gemm.tiles"},
     "logp": {"logp.launch"},
@@ -161,27 +165,89 @@ LAUNCHERS = {
         "sparse_attn.paged.launch",
         "sparse_attn.kv_ranges.launch",
     },
+    "gemm.triton": {"gemm.triton.kernel", "gemm.config", "schedulers.tiles.leaves"},
+    "logp.triton": {"logp.triton.kernel", "runtime.products"},
+    "mhc.triton": {"mhc.triton.kernel", "mhc.triton.kernel_tokens", "runtime.triton_sums"},
+    "moe.triton": {"moe.triton.kernel_routing", "moe.triton.routing", "runtime.triton_tiles"},
+    "norm.triton": {"norm.triton.kernel", "norm.triton.plan"},
+    "rowwise.triton": {"rowwise.triton.kernel", "rowwise.config"},
+    "sparse_attn.triton": {"sparse_attn.triton.kernel_paged", "sparse_attn.triton.paged"},
 }
+TRITON = sorted(system for system in LAUNCHERS if system.endswith(".triton"))
 
 
-@pytest.mark.parametrize("system", LAUNCHERS)
-def test_a_changed_launcher_runs_every_simulation(system, monkeypatch, tmp_path):
-    """The digest of a system's launchers holds each of them, and what all launchers share."""
-    assert {*LAUNCHERS[system], "runtime.operands"} <= certified.launchers(system)
-    assert not any(".triton." in name or "kernel_" in name for name in certified.launchers(system))
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    """Stores digests of a system's launchers, in an empty store."""
     monkeypatch.setattr(certified, "LAUNCHERS", tmp_path / "launchers.json")
     monkeypatch.setattr(certified, "proved", lambda name: True)
     monkeypatch.setattr("ptxsim.tests.proved.holds", lambda: True)
-    assert not certified.proved_system(system)
-    assert certified.record(system, lambda arguments: 0, certified.LAUNCHERS) == 0
-    assert certified.proved_system(system)
-    for name in LAUNCHERS[system]:
+
+    def record(system: str) -> None:
+        assert not certified.proved_system(system)
+        assert certified.record(system, lambda arguments: 0, certified.LAUNCHERS) == 0
+        assert certified.proved_system(system)
+
+    return record
+
+
+@pytest.mark.parametrize("system", LAUNCHERS)
+def test_a_changed_launcher_runs_every_simulation(system, recorded, monkeypatch, tmp_path):
+    """The digest of a system's launchers holds each of them, and what all launchers share."""
+    found = certified.launchers(system)
+    launch = {f"{system}.launch", "runtime.operands"} - {"mhc.triton.launch"}
+    shared = launch if system not in ("mhc.triton", "sparse_attn.triton") else set()
+    assert LAUNCHERS[system] | shared <= found
+    assert system in TRITON or not any(".triton." in n or "kernel_" in n for n in found)
+    recorded(system)
+    for name in LAUNCHERS[system] | {f"{system}.launch"}:
         changed = tmp_path / "changed.py"
         changed.write_bytes(import_graph.modules()[name].read_bytes() + b"\npass\n")
         paths = import_graph.modules() | {name: changed}
         with monkeypatch.context() as patch:
             patch.setattr(import_graph, "modules", lambda paths=paths: paths)
             assert not certified.proved_system(system), name
+
+
+def test_what_runs_triton_kernels_is_in_their_digests(recorded, monkeypatch, tmp_path):
+    """The files of the runner, the versions of Triton and numpy; no test and no comment."""
+    recorded("norm.triton")
+    files = sorted(certified.TESTS.glob("triton_*.py"))
+    assert {"triton_runner.py", "triton_harness.py"} <= {path.name for path in files}
+    for path in files:
+        (tmp_path / path.name).write_text(path.read_text() + "\n# a comment\n")
+    (tmp_path / "test_triton_norm.py").write_text("changed = 1\n")
+    monkeypatch.setattr(certified, "TESTS", tmp_path)
+    assert certified.proved_system("norm.triton")
+    for path in files:
+        with (tmp_path / path.name).open("a") as file:
+            file.write("pass\n")
+        assert not certified.proved_system("norm.triton"), path.name
+        (tmp_path / path.name).unlink()
+        assert not certified.proved_system("norm.triton"), path.name
+        (tmp_path / path.name).write_text(path.read_text())
+    version = certified._version
+    for package in ("triton", "numpy"):
+        others = {package: "0"}
+        with monkeypatch.context() as patch:
+            patch.setattr(certified, "_version", lambda name, o=others: o.get(name, version(name)))
+            assert not certified.proved_system("norm.triton"), package
+    monkeypatch.setattr("ptxsim.tests.proved.holds", lambda: False)
+    assert not certified.proved_system("norm.triton")
+
+
+MARK = re.compile(r'simulates\("(\w+\.triton)"')
+
+
+def test_recording_runs_every_test_that_a_digest_leaves_to_the_night():
+    """A test elsewhere would be left to the night by a digest that was stored without it."""
+    tests = Path(__file__).parents[1]
+    marked = {
+        (m, path) for path in tests.glob("*/test_*.py") for m in MARK.findall(path.read_text())
+    }
+    chosen = {(s, Path(name)) for s in TRITON for name in certified.tests_of(s)[:-2]}
+    assert marked <= chosen
+    assert all(path.stem.endswith("_gpu") for _, path in chosen - marked)
 
 
 def test_a_failed_run_stores_no_digest_and_leaves_the_others(tmp_path):

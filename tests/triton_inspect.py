@@ -1,4 +1,4 @@
-"""Checks of the machine code of a compiled Triton gemm."""
+"""Checks of the machine code of compiled Triton kernels, of products above all."""
 
 from __future__ import annotations
 
@@ -77,14 +77,12 @@ def common_complaints(kernel, stack: int = 0) -> list[str]:
     return out
 
 
-def code_complaints(kernel, stack: int, division: str, named: str, offsets: str) -> list[str]:
+def code_complaints(kernel, stack: int, offsets: str) -> list[str]:
     """Those, and sums that the compiler may fuse or orders, inexact division, narrow offsets.
 
     On AMD scalar registers may be kept in lanes of vector registers: that is no memory access.
 
     Args:
-        division: pattern of the instructions that are not IEEE's.
-        named: what the complaint about them says.
         offsets: pattern of the types of offsets that are too narrow.
     """
     out, code = common_complaints(kernel, stack), text(kernel)
@@ -93,8 +91,8 @@ def code_complaints(kernel, stack: int, division: str, named: str, offsets: str)
         out = [complaint for complaint in out if complaint != "spills"]
     if kernel.metadata.enable_fp_fusion:
         out.append("sums that the compiler may fuse")
-    if re.search(division, code):
-        out.append(f"{named} that is not IEEE's")
+    if re.search(r"div\.(full|approx)|(r?sqrt|rcp)\.approx", code):
+        out.append("division or root that is not IEEE's")
     if any(size != 2 for size in sizes_of_float_sums(kernel.asm["ttir"])):
         out.append("a sum in the order of the compiler")
     if re.search(offsets, kernel.asm["ttir"]):
