@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.nightly, requires_core]
 def sm90():
     """Each launcher of a device of SM90, in the simulator."""
     pytest.importorskip("triton")
-    from tests.logp import triton_harness
+    from tests.logp.triton_engine import RUNNER as TRITON
 
     gemm = importlib.import_module("tests.gemm.simulated")
 
@@ -45,7 +45,7 @@ def sm90():
         mock.patch.object(dispatch, "plan", plan),
         mock.patch.object(dispatch, "backend", lambda *asked: arch.CUTE_SM90),
         mock.patch.object(policy_sweep, "chained", lambda t: True),
-        triton_harness.simulated(),
+        TRITON.running("sm_90"),
         gemm.simulated(tile=None),
         logp.simulated(),
     ):

@@ -16,9 +16,9 @@ from ptxsim.skips import requires_sim
 from tests import contract
 from tests.kernels.edited import changed
 from tests.logp import simulated as doubles
-from tests.logp import triton_harness
 from tests.logp.simulated import simulated
 from tests.logp.sm90_cases import Case, case, every, same_exp2, same_states, states_oracle, upstream
+from tests.logp.triton_engine import RUNNER as TRITON
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_stored_sums test_gradients_of_sums"
@@ -102,7 +102,7 @@ def test_gradients_of_sums(chosen):
         want = launch.gradients(given.hidden, given.head, given.rows, of)
     got = torch.empty(want.shape, dtype=want.dtype)
     sums = sums[:, : len(given.head.weight)]
-    with triton_harness.simulated():
+    with TRITON.running("sm_90"):
         triton_launch.gradients_of_sums_as_sm90(sums, given.head, given.rows, of, got)
     known = ~want.isnan()
     assert torch.equal(got.isnan(), ~known)
@@ -118,7 +118,7 @@ def test_other_roundings_show():
     sums, results = sums[:, : len(given.head.weight)], []
     for function in (triton_launch.gradients_of_sums_as_sm90, triton_launch.gradients_of_sums):
         results.append(torch.empty(sums.shape, dtype=torch.float32))
-        with triton_harness.simulated():
+        with TRITON.running("sm_90"):
             function(sums, given.head, given.rows, of, results[-1])
     assert not contract.same_bytes(*results)
 

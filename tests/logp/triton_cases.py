@@ -1,32 +1,30 @@
-"""What the Triton states and gradients of logits must be, whatever runs them.
+"""What the Triton launcher's states and gradients of logits must be, whatever runs them.
 
-An engine has the launcher's functions: states and gradients, each of hidden states or of logits.
 Expected bytes are the CPU backend's, where 2^y is its own or the powers are whole numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import itertools
+from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
+from cute_kernels import arch
 from cute_kernels.logp import config, cpu, exact
 from cute_kernels.logp.tensors import Head, Logits, Rows, Upstream
 from cute_kernels.runtime import products
 from tests.contract import same_bytes
 
+from . import finished_states, policy_cases
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+_DESCRIBE = arch.describe
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-
-
-class Engine(NamedTuple):
-    """Four launchers; ``units``: compute units of the device, where an engine takes them."""
-
-    states: Callable
-    states_of_logits: Callable
-    gradients: Callable
-    gradients_of_logits: Callable
 
 
 class Case(NamedTuple):
@@ -87,11 +85,25 @@ def merged(states: torch.Tensor) -> torch.Tensor:
     return exact.merge(states)
 
 
-def states_bytes(engine: Engine, given: Case) -> None:
+@contextlib.contextmanager
+def units(launch: ModuleType, count: int) -> Iterator[None]:
+    """While it lasts, the device has so many compute units; a head's products are the CPU's."""
+    with (
+        mock.patch.object(launch, "most_ctas", lambda device: count),
+        mock.patch.object(arch, "describe", _DESCRIBE),
+    ):
+        yield
+
+
+def states(launch: ModuleType, shape: Shape, dtype: torch.dtype = FP32) -> None:
+    states_bytes(launch, case(shape, dtype))
+
+
+def states_bytes(launch: ModuleType, given: Case) -> None:
     """Both kinds of state are the CPU backend's."""
     for entropy in (False, True):
         want = cpu.states_of_logits(*given, entropy)[0]
-        got = engine.states_of_logits(*given, entropy)
+        got = launch.states_of_logits(*given, entropy)
         assert got.shape[1:] == want.shape and got.dtype == torch.int64
         assert same_bytes(merged(got), want)
 
@@ -109,18 +121,18 @@ def with_odd_logits(shape: Shape) -> Case:
     return given
 
 
-def odd_logits(engine: Engine) -> None:
-    states_bytes(engine, with_odd_logits(Shape(16, 160)))
-    states_bytes(engine, with_odd_logits(Shape(16, 150, softcap=20.0)))
+def odd_logits(launch: ModuleType) -> None:
+    states_bytes(launch, with_odd_logits(Shape(16, 160)))
+    states_bytes(launch, with_odd_logits(Shape(16, 150, softcap=20.0)))
 
 
-def beyond_the_clamp(engine: Engine) -> None:
+def beyond_the_clamp(launch: ModuleType) -> None:
     """A row is lost where a unit's sum is none that 16 values of at most 2^0.6 have."""
     z = torch.full((9, 40), 2.0**21)
     for row, above in enumerate((0, 1, 6, 20, 50, 100, 126, 1000, 2**21)):
         z[row, 17] += above
     rows = Rows(torch.zeros(9, dtype=torch.int64), torch.ones(9))
-    top = merged(engine.states_of_logits(z, Logits(0, 40, 0.0), rows, True))[:, config.TOP]
+    top = merged(launch.states_of_logits(z, Logits(0, 40, 0.0), rows, True))[:, config.TOP]
     assert (top[:2] == 2**17).all() and (top[2:] == config.LOST).all()
 
 
@@ -140,38 +152,39 @@ def whole_powers(n: int = 1040, tokens: int = 12, seed: int = 3) -> Case:
     return Case(z, Logits(0, n, 0.0), Rows(target, torch.ones(tokens)))
 
 
-def order(engine: Engine) -> None:
+def order(launch: ModuleType) -> None:
     """Read back from sums of powers of two."""
-    states_bytes(engine, whole_powers())
+    states_bytes(launch, whole_powers())
 
 
-def parts(engines: Iterable[Engine], given: Case | None = None) -> None:
+def parts(launch: ModuleType) -> None:
     """Devices of any size, which cut the columns into other parts, come to the same bytes."""
-    given = given or case(Shape(9, 1008), seed=5)
+    given = case(Shape(9, 1008), seed=5)
     counts, found = set(), []
-    for engine in engines:
-        states = engine.states_of_logits(*given, True)
-        counts.add(len(states))
-        found.append(merged(states))
-    assert len(counts) > 1 and all(same_bytes(one, found[0]) for one in found)
+    for count in (1, 2, 132):
+        with units(launch, count):
+            made = launch.states_of_logits(*given, True)
+        counts.add(len(made))
+        found.append(merged(made))
+    assert len(counts) == 3 and all(same_bytes(one, found[0]) for one in found)
 
 
-def rows_alone(engine: Engine, given: Case | None = None) -> None:
+def rows_alone(launch: ModuleType, n: int, dtype: torch.dtype = FP32) -> None:
     """One row, few rows and rows in another order, beside NaN: the bytes of all at once."""
-    given = given or case(Shape(17, 400), seed=6)
-    whole = merged(engine.states_of_logits(*given, True))
+    given = case(Shape(17, n), dtype, seed=6)
+    whole = merged(launch.states_of_logits(*given, True))
     upstream = upstream_of(given, True)
-    gradient = engine.gradients_of_logits(*given, upstream, FP32)
+    gradient = launch.gradients_of_logits(*given, upstream, FP32)
     tokens = len(given.logits)
     for some in ([0], [16], [3, 4], list(range(9)), list(range(tokens - 1, -1, -1))):
         part = given.of(some)
-        assert same_bytes(merged(engine.states_of_logits(*part, True)), whole[some])
+        assert same_bytes(merged(launch.states_of_logits(*part, True)), whole[some])
         of_some = Upstream(*(t[some] for t in upstream))
-        assert same_bytes(engine.gradients_of_logits(*part, of_some, FP32), gradient[some])
+        assert same_bytes(launch.gradients_of_logits(*part, of_some, FP32), gradient[some])
     noisy = given._replace(logits=given.logits.clone())
     noisy.logits[1::2] = torch.nan
-    assert same_bytes(merged(engine.states_of_logits(*noisy, True))[::2], whole[::2])
-    assert same_bytes(engine.gradients_of_logits(*noisy, upstream, FP32)[::2], gradient[::2])
+    assert same_bytes(merged(launch.states_of_logits(*noisy, True))[::2], whole[::2])
+    assert same_bytes(launch.gradients_of_logits(*noisy, upstream, FP32)[::2], gradient[::2])
 
 
 def column_major(t: torch.Tensor) -> torch.Tensor:
@@ -197,16 +210,16 @@ def repeated(t: torch.Tensor) -> torch.Tensor:
 LAYOUTS = (column_major, padded, spread, repeated)
 
 
-def layouts(engine: Engine, dtype: torch.dtype) -> None:
+def layouts(launch: ModuleType, dtype: torch.dtype) -> None:
     """Strides and addresses do not show."""
     given = case(Shape(9, 144), dtype, seed=7)
     upstream = upstream_of(given, True)
-    whole = merged(engine.states_of_logits(*given, True))
-    gradient = engine.gradients_of_logits(*given, upstream, dtype)
+    whole = merged(launch.states_of_logits(*given, True))
+    gradient = launch.gradients_of_logits(*given, upstream, dtype)
     for layout in LAYOUTS:
         other = given._replace(logits=layout(given.logits))
-        assert same_bytes(merged(engine.states_of_logits(*other, True)), whole), layout
-        made = engine.gradients_of_logits(*other, upstream, dtype)
+        assert same_bytes(merged(launch.states_of_logits(*other, True)), whole), layout
+        made = launch.gradients_of_logits(*other, upstream, dtype)
         assert made.is_contiguous() and same_bytes(made, gradient), layout
 
 
@@ -220,12 +233,13 @@ def upstream_of(given: Case, entropy: bool, seed: int = 8) -> Upstream:
     return Upstream(lse2, of_logp, *((of_entropy, h) if entropy else (None, None)))
 
 
-def gradients_bytes(engine: Engine, given: Case, dtype: torch.dtype) -> None:
+def gradients(launch: ModuleType, shape: Shape, dtype: torch.dtype = FP32) -> None:
     """The CPU backend's; exactly +0 without a target and in padding."""
+    given = case(shape, dtype)
     for entropy in (False, True):
         upstream = upstream_of(given, entropy)
         want = cpu.gradients_of_logits(*given, upstream, dtype)
-        got = engine.gradients_of_logits(*given, upstream, dtype)
+        got = launch.gradients_of_logits(*given, upstream, dtype)
         assert same_bytes(got, want)
         nothing = got[given.rows.target < 0]
         assert same_bytes(nothing, torch.zeros_like(nothing))
@@ -233,20 +247,20 @@ def gradients_bytes(engine: Engine, given: Case, dtype: torch.dtype) -> None:
         assert same_bytes(behind, torch.zeros_like(behind))
 
 
-def masked_nan(engine: Engine) -> None:
+def masked_nan(launch: ModuleType) -> None:
     """NaN in masked rows and in padding harms nothing, in logits and in what came down."""
     given = case(Shape(9, 60, start=16, vocab=16 + 50), seed=9)
     upstream = upstream_of(given, True)
-    want = engine.gradients_of_logits(*given, upstream, FP32)
-    states = merged(engine.states_of_logits(*given, True))
+    want = launch.gradients_of_logits(*given, upstream, FP32)
+    states = merged(launch.states_of_logits(*given, True))
     masked = given.rows.target < 0
     assert masked.any() and not masked.all()
     given.logits[masked], given.logits[:, 50:] = torch.nan, torch.nan
     for t in upstream:
         t[masked] = torch.nan
-    got = engine.gradients_of_logits(*given, upstream, FP32)
+    got = launch.gradients_of_logits(*given, upstream, FP32)
     assert same_bytes(got, want) and not got.isnan().any()
-    got = merged(engine.states_of_logits(*given, True))
+    got = merged(launch.states_of_logits(*given, True))
     assert same_bytes(got[~masked], states[~masked])
     assert (got[masked][:, config.TOP] == config.LOST).all()
     assert (states[:, config.CHOSEN] == 0)[masked].all() and (
@@ -278,15 +292,94 @@ def hidden(dtype: torch.dtype, order: str, *, bias: bool, tokens: int = 9) -> Hi
     return Hidden(x.to(dtype), Head(weight.to(dtype), b, 64, 264, softcap, order), rows)
 
 
-def head_bytes(engine: Engine, given: Hidden) -> None:
+def heads(launch: ModuleType, dtype: torch.dtype, order: str, bias: bool) -> None:
     """States and gradients of a head are those of its logits, cut anywhere."""
+    given = hidden(dtype, order, bias=bias)
     sums = products.sums(given.hidden, given.head.weight, given.head.order)
     logits = cpu._biased(sums, given.head)
     place = Logits(given.head.start, given.head.vocab, given.head.softcap)
     by_logits = Case(logits, place, given.rows)
     for entropy in (False, True):
         want = cpu.states_of_logits(*by_logits, entropy)[0]
-        assert same_bytes(merged(engine.states(*given, entropy)), want)
+        assert same_bytes(merged(launch.states(*given, entropy)), want)
         upstream = upstream_of(by_logits, entropy)
         want = cpu.gradients_of_logits(*by_logits, upstream, given.hidden.dtype)
-        assert same_bytes(engine.gradients(*given, upstream), want)
+        assert same_bytes(launch.gradients(*given, upstream), want)
+
+
+def near_float64(launch: ModuleType, softcap: float) -> None:
+    """Log-probabilities, entropies and gradients within bounds, with a device's own 2^y."""
+    given = case(Shape(9, 300, vocab=281, softcap=softcap))
+    given = given._replace(logits=given.logits.clamp(-60, 60))
+    target, logits = given.rows.target, given.logits.double()[:, :281]
+    capped = softcap * torch.tanh(logits / softcap) if softcap else logits
+    y = (capped * given.rows.scale.double()[:, None] * config.LN2).log_softmax(1)
+    known = target >= 0
+    logp = y.gather(1, torch.where(known, target, 0)[:, None])[:, 0]
+    entropy = -(y.exp() * y).sum(1)
+    got, lse2, h = exact.finish(launch.states_of_logits(*given, True), given.rows)
+    of_logp = given.rows.scale * config.LN2
+    gradient = launch.gradients_of_logits(*given, Upstream(lse2, of_logp, None, None), FP32)
+    size = 1 + given.logits.double().abs().amax(1) * given.rows.scale
+    assert ((got - logp).abs() <= 2.0**-21 * size)[known].all()
+    assert ((h - entropy).abs() <= 2.0**-19 * size)[known].all()
+    hit = torch.arange(281) == target[:, None]
+    want = (hit.double() - y.exp()) * of_logp.double()[:, None]
+    if softcap:
+        want = want * (1 - torch.tanh(logits / softcap) ** 2)
+    error = (gradient[:, :281] - torch.where(known[:, None], want, 0.0)).abs()
+    assert (error <= 2.0**-18 * size[:, None] * of_logp[:, None]).all()
+    assert not gradient[:, 281:].any()
+
+
+def far_rows(launch: ModuleType) -> None:
+    """A row stride of 2²⁸: row 8 begins 2³¹ elements from the first."""
+    given = case(Shape(9, 32), BF16)
+    far = torch.empty(8 * 2**28 + 32, dtype=BF16).as_strided((9, 32), (2**28, 1))
+    far.copy_(given.logits)
+    states = [launch.states_of_logits(t, *given[1:], True) for t in (given.logits, far)]
+    assert same_bytes(*map(merged, states))
+
+
+def finished(launch: ModuleType, entropy: bool, *counts: int) -> None:
+    """States of so many parts: exact.finish's bytes; a device chooses those of NaN.
+
+    Shards of ranks are gathered, and a caller may give columns of a wider tensor.
+    """
+    for count in counts:
+        states, rows = finished_states.drawn(count, entropy)
+        for parts in (states, states.repeat_interleave(2, 0)[::2]):
+            results = zip(launch.finish(parts, rows), exact.finish(states, rows), strict=True)
+            for got, want in results:
+                assert (got is None) == (want is None)
+                if want is not None:
+                    known = ~want.isnan()
+                    assert torch.equal(got.isnan(), ~known), count
+                    assert same_bytes(got[known], want[known]), count
+
+
+#: Elements of whole vectors, and of a last block of some.
+SCALED = ((64, 80), (63, 131))
+
+
+def scaled(launch: ModuleType, dtype: torch.dtype) -> None:
+    """The CPU's bytes, in place and not."""
+    for shape, in_place in itertools.product(SCALED, (False, True)):
+        x = policy_cases.values(dtype, shape)
+        want, given = torch.empty_like(x), x.clone()
+        cpu.scale(x, torch.tensor(0.3), want)
+        out = x if in_place else torch.empty_like(x)
+        with units(launch, 1):
+            launch.scale(x, torch.tensor(0.3), out)
+        assert same_bytes(out, want) and same_bytes(x, want if in_place else given)
+
+
+def scaled_by_one(launch: ModuleType) -> None:
+    """In place every byte stays: NaN with its payload, which a product would replace."""
+    given = policy_cases.values(BF16, SCALED[0])
+    given.view(torch.int16)[1] = 0x7FA5
+    x, copied = given.clone(), torch.empty_like(given)
+    launch.scale(x, torch.tensor(1.0), x)
+    assert same_bytes(x, given)
+    launch.scale(given, torch.tensor(1.0), copied)
+    assert same_bytes(copied[2:], given[2:]) and copied[1].isnan().all()

@@ -69,7 +69,7 @@ def test_softmax(there, width, dtype):
 def test_a_plan_of_q_and_k_launches_what_its_launcher_does():
     """Of its own call, and of another with its signature."""
     one, other = (rotary_cases.operands(BF16, BF16, 16, 20, seed) for seed in (0, 5))
-    with simulated(**RANDOM):
+    with simulated(**RANDOM), torch.cuda.device(one[0].device):  # as `call` does for a plan
         for options in ((1, FP32, False), (1, BF16, True)):
             plan = launch.plan_rotary_pair(*one, *options)
             assert plan.fresh and plan.cacheable

@@ -13,12 +13,19 @@ import torch
 from cute_kernels.logp.triton import launch
 
 from .. import triton_inspect as inspect
+from .. import triton_runner
+from ..triton_runner import NARROW_TILES, TARGETS, sizes_of_float_sums
+from . import policy_cases
 from . import triton_cases as cases
+from .finished_states import drawn
 from .triton_cases import BF16, FP16, FP32, NAMES
-from .triton_harness import TARGETS, compiled, complaints, copy_of, sizes_of_float_sums
+from .triton_engine import RUNNER
 
 pytestmark = pytest.mark.simulates("logp.triton")
 
+#: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 for the
+#: states of single rows with a softcap and an entropy.
+STACK = 8
 #: Every value of each field, and both directions of training: dtype, tokens, softcap, entropy.
 EVERY_COMMIT = (
     ("sm_80", FP32, 64, 0.0, True),
@@ -29,6 +36,10 @@ EVERY_COMMIT = (
 ALL = tuple(itertools.product(TARGETS, NAMES, (64, 1), (0.0, 20.0), (True, False)))
 
 
+def complaints(kernel) -> list[str]:
+    return triton_runner.complaints(kernel, STACK, NARROW_TILES)
+
+
 def of_logits(module, dtype, tokens, softcap, entropy, layout=cases.repeated):
     """Launches the states and the gradients of [tokens, 512] logits."""
     given = cases.case(cases.Shape(tokens, 512, softcap=softcap), dtype)
@@ -36,8 +47,8 @@ def of_logits(module, dtype, tokens, softcap, entropy, layout=cases.repeated):
     upstream = cases.upstream_of(given, entropy)
 
     def call():
-        module._states_of_logits(*given, entropy, 132)
-        module._gradients_of_logits(*given, upstream, dtype)
+        module.states_of_logits(*given, entropy)
+        module.gradients_of_logits(*given, upstream, dtype)
 
     return call
 
@@ -52,7 +63,7 @@ def of_logits(module, dtype, tokens, softcap, entropy, layout=cases.repeated):
 )
 def test_logits(target, dtype, tokens, softcap, entropy):
     """No atomics, no spills, nothing fused, no order of sums that is not written."""
-    kernels = compiled(target, of_logits(launch, dtype, tokens, softcap, entropy))
+    kernels = RUNNER.compiled(target, of_logits(launch, dtype, tokens, softcap, entropy))
     assert [kernel.name for kernel in kernels] == ["states_kernel", "gradients_kernel"]
     for kernel in kernels:
         assert complaints(kernel) == [], kernel.name
@@ -84,10 +95,11 @@ def test_heads(target, dtype, bias):
     )
 
     def call():
-        launch._states(*given, True, 132)
-        launch._gradients(*given, upstream)
+        with cases.units(launch, 132):
+            launch.states(*given, True)
+            launch.gradients(*given, upstream)
 
-    for kernel in compiled(target, call):
+    for kernel in RUNNER.compiled(target, call):
         assert complaints(kernel) == [], kernel.name
 
 
@@ -97,7 +109,12 @@ def test_sizes_are_not_compiled_in(target):
     kernels = []
     for tokens, n, units in ((8, 160, 1), (16, 4096, 132), (90, 176, 132)):
         given = cases.case(cases.Shape(tokens, n, start=16 * tokens))
-        kernels += compiled(target, lambda: launch._states_of_logits(*given, True, units))  # noqa: B023
+
+        def call(given=given, units=units):
+            with cases.units(launch, units):
+                launch.states_of_logits(*given, True)
+
+        kernels += RUNNER.compiled(target, call)
     assert len({kernel.hash for kernel in kernels}) == 1
 
 
@@ -106,11 +123,28 @@ def test_sizes_are_not_compiled_in(target):
 )
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx950", marks=pytest.mark.nightly)])
 def test_layouts_change_loads_only(target, layout):
-    plain = compiled(target, of_logits(launch, BF16, 64, 20.0, True))
-    other = compiled(target, of_logits(launch, BF16, 64, 20.0, True, layout))
+    plain = RUNNER.compiled(target, of_logits(launch, BF16, 64, 20.0, True))
+    other = RUNNER.compiled(target, of_logits(launch, BF16, 64, 20.0, True, layout))
     for one, two in zip(plain, other, strict=True):
         assert one.hash != two.hash
         assert complaints(two) == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_finish(target):
+    for entropy in (False, True):
+        given = drawn(40, entropy)
+        (kernel,) = RUNNER.compiled(target, lambda given=given: launch.finish(*given))
+        assert kernel.name == "finish_kernel" and complaints(kernel) == []
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_scale(target, dtype):
+    x, factor = policy_cases.values(dtype, cases.SCALED[0]), torch.tensor(0.3)
+    for out in (x, torch.empty_like(x)):
+        (kernel,) = RUNNER.compiled(target, lambda out=out: launch.scale(x, factor, out))
+        assert kernel.name == "scale_kernel" and complaints(kernel) == []
 
 
 MUTANTS = {
@@ -139,8 +173,8 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_found(tmp_path, name):
+def test_found(name):
     old, new, complaint = MUTANTS[name]
-    mutant = copy_of(tmp_path, (old, new))
-    kernels = compiled("sm_90", of_logits(mutant, FP32, 64, 20.0, True), mutant)
+    mutant = RUNNER.mutant((old, new))
+    kernels = RUNNER.compiled("sm_90", of_logits(mutant, FP32, 64, 20.0, True), mutant)
     assert complaint in complaints(kernels[0])
