@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 import cute_kernels as ck
-from tests import contract
-from tests.norm import cases, contracts
+from cute_kernels.norm.triton import launch as triton_launch
+from tests import contract, on_gpu
+from tests.norm import cases, contracts, triton_checks
 from tests.norm.cases import BF16, FP16, FP32, LAYER, Case, Inputs, Rule
 
 pytestmark = [
@@ -26,6 +29,23 @@ CASES = [
     Case(3, 16384, dtype=FP16, weight=FP32, residual=True),
     Case(2, 65536, LAYERS, FP32, FP32, bias=True),
 ]
+
+
+@pytest.mark.parametrize(
+    "of", [*triton_checks.SMALL, *triton_checks.PARTS, *cases.kinds(), *cases.widths()], ids=str
+)
+def test_the_written_order_of_triton(of):
+    """And rows of blocks, sums of parts, rows alone."""
+    there = on_gpu.launcher(triton_launch)
+    triton_checks.values(there, of)
+    cases.few_rows(there, of)
+
+
+def test_blocks_and_parts_of_triton():
+    there = on_gpu.launcher(triton_launch)
+    triton_checks.parts_are_added(there)
+    for of in triton_checks.WIDE:
+        triton_checks.of_blocks(there, triton_checks.values, of)
 
 
 def moved(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 
 from cute_kernels.norm.config import LAYER, part_rows
 from cute_kernels.norm.triton import launch as triton_launch
+from cute_kernels.norm.triton.plan import Sizes
 from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
@@ -37,31 +39,53 @@ WIDE = (
 )
 
 
-def values(launch: ModuleType, case: Case, fma: triton_orders.Fma) -> None:
-    """Check values within the bounds of float64, and the bytes of the written order."""
+def values(launch: ModuleType, case: Case) -> None:
+    """Values within the bounds of float64, and the bytes of the written order."""
     inputs = cases.inputs_of(case)
     got = cases.run(launch, case, inputs)
     assert cases.check(got, case, inputs) > 0.01
-    cases.same(got, triton_orders.run(case, inputs, fma))
+    cases.same(got, triton_orders.run(case, inputs))
 
 
-def blocks_of(monkeypatch: pytest.MonkeyPatch, lanes: int, *launches: ModuleType) -> None:
-    """Rows have at most so many lanes: what is wider is summed block after block."""
-    for launch in {triton_launch, *launches}:
-        whole = {"forward_whole": lanes, "backward_whole": lanes}
-        small = replace(launch.TRITON, lanes=lanes, tile=lanes, **whole)
-        monkeypatch.setattr(launch, "TRITON", small)
+def bounds(launch: ModuleType, case: Case) -> None:
+    """Values within the bounds of float64."""
+    inputs = cases.inputs_of(case)
+    cases.check(cases.run(launch, case, inputs), case, inputs)
 
 
-def short_parts(monkeypatch: pytest.MonkeyPatch, *launches: ModuleType) -> None:
-    """Parts of two steps of a program, and of four at least: an interpreter is slow."""
+def of_blocks(launch: ModuleType, check: Callable, *args: object) -> None:
+    """A check of rows that have at most 64 lanes: what is wider is summed block after block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in {triton_launch, launch}:
+            whole = {"forward_whole": 64, "backward_whole": 64}
+            patch.setattr(module, "TRITON", replace(module.TRITON, lanes=64, tile=64, **whole))
+        check(launch, *args)
+
+
+def of_short_parts(launch: ModuleType, check: Callable, *args: object) -> None:
+    """A check of parts of two steps of a program, of four rows at least: interpreters are slow."""
 
     def two_steps(width: int) -> int:
         return max(4, 2 * triton_launch.part_lanes(width))
 
     own = (triton_launch, triton_orders, contracts, cases, sys.modules[__name__])
-    for module in {*own, *launches}:
-        monkeypatch.setattr(module, "part_rows", two_steps)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in {*own, launch}:
+            patch.setattr(module, "part_rows", two_steps)
+        check(launch, *args)
+
+
+#: Other tiles and warps: 1 and 16 of them.
+SIZES = (Sizes(512, 64, 64, 2, 128, 1, 64, 5), Sizes(8192, 2, 2, 16, 256, 1, 128, 3))
+
+
+def no_size_shows(launch: ModuleType, case: Case) -> None:
+    """Warps among them: what a thread holds decides no order."""
+    inputs = cases.inputs_of(case)
+    want = cases.run(launch, case, inputs)
+    for sizes in SIZES:
+        with mock.patch.object(launch, "SIZES", sizes):
+            cases.same(cases.run(launch, case, inputs), want)
 
 
 def parts_are_added(launch: ModuleType) -> None:

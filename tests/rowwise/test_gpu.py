@@ -8,12 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 import cute_kernels as ck
+from cute_kernels.rowwise import config
 from cute_kernels.rowwise.triton import launch
 from cute_kernels.runtime import dispatch
-from tests import contract
+from tests import contract, on_gpu
 from tests.contract import RowOp, same_bytes
 
-from . import rotary_cases
+from . import rotary_cases, triton_cases
 from .cases import BF16, CALLS, DTYPES, FP32, RUNS, drawn, indices, spread
 
 pytestmark = [
@@ -24,6 +25,20 @@ pytestmark = [
 SEED = 37
 #: Those whose tables and weights the runs make are of the CPU.
 ROWS = [name for name in RUNS if "inside" not in name and name not in ("rotary_table", "embedding")]
+
+
+@pytest.mark.parametrize("check", list(triton_cases.CHECKS))
+def test_checks_of_launchers(check):
+    triton_cases.CHECKS[check](on_gpu.launcher(launch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_functions(dtype):
+    there = on_gpu.launcher(launch)
+    for kind in config.KINDS:
+        triton_cases.activations(there, kind, dtype)
+    for width, _ in triton_cases.WIDTHS:
+        triton_cases.softmax(there, width, dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -254,6 +254,8 @@ def squares(launch) -> None:
         assert same_bytes(got, want)
 
 
+#: Of softmax: width and dtype.
+WIDTHS = ((7, FP32), *((width, BF16) for width in (1030, 1, 1024, 2500)))
 #: Those that take a launcher alone.
 CHECKS = {
     check.__name__: check

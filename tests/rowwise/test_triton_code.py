@@ -13,8 +13,9 @@ import torch
 from cute_kernels.rowwise import config
 from cute_kernels.rowwise.triton import launch
 
+from ..triton_runner import TARGETS, complaints, sizes_of_float_sums
 from .cases import BF16, DTYPES, FP32, drawn, indices
-from .triton_harness import KERNELS, TARGETS, compiled, complaints, copy_of, sizes_of_float_sums
+from .triton_engine import RUNNER
 
 pytestmark = pytest.mark.simulates("rowwise.triton")
 
@@ -82,8 +83,8 @@ def some(module, rows: int = 3, width: int = 1500):
 )
 def test_everything(target, dtype):
     """No atomics, no spills, nothing fused, no order of sums that is not written, wide offsets."""
-    kernels = compiled(target, everything(launch, dtype))
-    assert {kernel.name for kernel in kernels} == set(KERNELS)
+    kernels = RUNNER.compiled(target, everything(launch, dtype))
+    assert {kernel.name for kernel in kernels} == set(RUNNER.written)
     for kernel in kernels:
         assert complaints(kernel) == [], kernel.name
     sums = {kernel.name: sizes_of_float_sums(kernel.asm["ttir"]) for kernel in kernels}
@@ -96,7 +97,7 @@ def test_everything(target, dtype):
 def test_numbers_of_rows_are_not_compiled_in(target):
     found = []
     for rows in (2, 7, 64):
-        kernels = compiled(target, some(launch, rows, 1504))
+        kernels = RUNNER.compiled(target, some(launch, rows, 1504))
         found.append(tuple(kernel.hash for kernel in kernels))
     assert len(set(found)) == 1 and len(found[0]) == 7
 
@@ -128,8 +129,8 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_found(tmp_path, name):
+def test_found(name):
     old, new, complaint = MUTANTS[name]
-    mutant = copy_of(tmp_path, (old, new))
-    kernels = compiled("sm_90", some(mutant), mutant)
+    mutant = RUNNER.mutant((old, new))
+    kernels = RUNNER.compiled("sm_90", some(mutant), mutant)
     assert any(complaint in complaints(kernel) for kernel in kernels)
