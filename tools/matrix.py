@@ -32,8 +32,8 @@ TESTS = [
     "tests/integrations",
     "tests/demo",
     "tests/compile/test_call.py",
-    "tests/test_triton_interpreter.py",
-    "tests/gemm/test_triton_compile.py",
+    "tests/gemm/test_triton.py",
+    "tests/gemm/test_triton_code.py",
     "tests/test_package.py",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_torch*.py")),
 ]

@@ -98,13 +98,23 @@ def test_a_stale_text_is_noticed():
         edit("norm.kernel_fwd_sm90", "a text that no kernel has", "")
 
 
+def triton_tables():
+    """(runner, table of mutants) of every Triton test."""
+    for system in ("gemm", "logp", "mhc", "norm", "rowwise"):
+        module = load(f"tests.{system}.test_triton")
+        yield module.RUNNER, module.MUTANTS
+    moe, attention = (
+        load("tests.moe.test_triton"),
+        load("tests.sparse_attn.test_triton_interpreted"),
+    )
+    yield moe.PRODUCTS, moe.MUTANTS | moe.MUTANTS_ALONE
+    yield moe.ROUTES, moe.ROUTING_MUTANTS
+    yield attention.DENSE, attention.rows(attention.DENSE_MUTANTS)
+    yield attention.PAGED, attention.rows(attention.PAGED_MUTANTS)
+
+
 def test_texts_of_triton_mutants_are_found():
     mutants = load("tests.triton_runner").mutants
-    gemm, moe = load("tests.gemm.test_triton"), load("tests.moe.test_triton")
-    for runner, table in (
-        (gemm.RUNNER, gemm.MUTANTS),
-        (moe.PRODUCTS, moe.MUTANTS | moe.MUTANTS_ALONE),
-        (moe.ROUTES, moe.ROUTING_MUTANTS),
-    ):
+    for runner, table in triton_tables():
         for parameter in mutants(table):
             runner.texts(*parameter.values[-1])

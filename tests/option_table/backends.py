@@ -72,16 +72,8 @@ def _triton_kernels(systems: tuple[str, ...]) -> Iterator[None]:
     """Run the Triton kernels of these systems in the simulator."""
     pytest.importorskip("triton")
 
-    def simulated(name: str) -> Iterator:
-        if importlib.util.find_spec(f"tests.{name}.triton_engine"):
-            engine = importlib.import_module(f"tests.{name}.triton_engine")
-            yield from (runner.running("sm_90") for runner in engine.RUNNERS)
-            return
-        harness = importlib.import_module(f"tests.{name}.triton_harness")
-        yield harness.simulated(importlib.import_module(f"cute_kernels.{name}.triton.launch"))
-
     with contextlib.ExitStack() as stack:
         for name in systems:
-            for surroundings in simulated(name):
-                stack.enter_context(surroundings)
+            for runner in importlib.import_module(f"tests.{name}.triton_engine").RUNNERS:
+                stack.enter_context(runner.running("sm_90"))
         yield

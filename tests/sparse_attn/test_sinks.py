@@ -27,10 +27,10 @@ NIGHT = [*SIM, pytest.mark.nightly]
 @contextlib.contextmanager
 def on_triton():
     from cute_kernels.sparse_attn.triton import launch as triton_launch
-    from tests.sparse_attn.triton_harness import simulated
+    from tests.sparse_attn.triton_engine import DENSE
 
     launchers = pack_cases.launched(triton_launch.forward, triton_launch.backward)
-    with simulated(wgmma_math=2), launchers:
+    with DENSE.simulated(wgmma_math=2), launchers:
         yield
 
 

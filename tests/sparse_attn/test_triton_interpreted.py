@@ -1,8 +1,7 @@
-"""The Triton attention in Triton's interpreter: its order written out, drawn cases, planted bugs.
+"""The Triton attention in Triton's interpreter: its order written out, drawn cases, mutants.
 
-Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
-is imported.  The interpreter multiplies the bit patterns of bf16 and truncates when it makes bf16,
-so the launcher is told to hand over fp32, to round P and dS by their bits and results at the end.
+The interpreter multiplies the bit patterns of bf16 and truncates when it makes bf16, so launchers
+hand over fp32, round P and dS by their bits, and round results at the end.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 
 import numpy as np
 import pytest
+
+pytest.importorskip("triton")
+
 import torch
 
 from cute_kernels.schedulers import BlockMask
@@ -23,17 +24,13 @@ from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.tensors import Grads, Saved
-from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests.contract import same_bytes
-from tests.interpreted import same_on_every_machine  # noqa: F401
 from tests.sparse_attn import against_float64, cases, paged_cases
-from tests.sparse_attn.triton_harness import copy_of, engine, paged_copy_of, through
+from tests.sparse_attn.triton_engine import DENSE, PAGED, engine, running, through
 from tests.triton_in_numpy import product
-from tests.triton_runner import device_guard  # noqa: F401
+from tests.triton_runner import INTERPRETER, case, mutants
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = pytest.mark.simulates("sparse_attn.triton")
 
 F32 = np.float32
 LOG2E, LN2 = F32(math.log2(math.e)), F32(math.log(2))
@@ -191,14 +188,14 @@ def sums(launch, kind: str, schedule, dim: int = DIM) -> tuple[torch.Tensor, ...
     x = problem(kind, dim)
     leaves = [t.detach() for t in x.leaves()]
     grads, saved = Grads(x.dout, None), Saved(*leaves, out.bfloat16(), lse)
-    return launch.ordered_sums(grads, saved, lowered, order, dim**-0.5, 0.0, interpret=True)[:3]
+    return launch.ordered_sums(grads, saved, lowered, order, dim**-0.5, 0.0)[:3]
 
 
 def forward_order(launch, dim: int = DIM) -> None:
     """out and lse are what the docstring spells, byte for byte."""
     for kind in (SHARED, BY_HEAD):
         (_, out, lse), leaves = by_hand(kind, dim), problem(kind, dim).leaves()
-        with through(launch, interpret=True):
+        with through(launch):
             got = block_sparse_attention(*leaves, mask_of(kind), return_lse=True)
         assert same_bytes(got[0], out.bfloat16()) and same_bytes(got[1], lse), kind
 
@@ -232,10 +229,10 @@ OF_192 = cases.Case(9, "none", *(1, 2, 2, 40, 65, 192), torch.bfloat16, 0.0, "sp
 
 def values(launch, chosen=(CASE,)) -> None:
     """Forward and gradients lie within the rounding bound, and empty rows are exact."""
-    for case in chosen:
-        with through(launch, interpret=True):
-            excess = against_float64.checked(case)
-        assert max(excess.values()) <= 1, f"{case}: {excess}"
+    for drawn in chosen:
+        with through(launch):
+            excess = against_float64.checked(drawn)
+        assert max(excess.values()) <= 1, f"{drawn}: {excess}"
 
 
 def ends(launch) -> None:
@@ -256,7 +253,7 @@ def zeros(launch) -> None:
     v[0, 128:] = 1.0
     allowed = torch.zeros(2, 200, dtype=torch.bool)
     allowed[0, :128] = allowed[1, 130] = True
-    with through(launch, interpret=True):
+    with through(launch):
         alone = block_sparse_attention(q[:, :1], k, v, BlockMask.from_dense(allowed[:1]))
         both = block_sparse_attention(q, k, v, BlockMask.from_dense(allowed))
     assert same_bytes(both[:, :1], alone) and (both[:, 1] == 1).all()
@@ -267,34 +264,53 @@ def neighbours(launch) -> None:
     x = cases.inputs(1, 1, 1, 130, 200, DIM, seed=2)
     q, k, v = (t.detach() for t in x.leaves())
     loud = q * torch.where(torch.arange(130) == 7, 1.0, 64.0).bfloat16()[:, None, None]
-    with through(launch, interpret=True):
+    with through(launch):
         want = block_sparse_attention(q, k, v)[:, 7:8]
         for rows, index in ((loud, 7), (q[:, 7:8], 0), (q[:, 5:], 2), (q.flip(1), 122)):
             assert same_bytes(block_sparse_attention(rows, k, v)[:, index : index + 1], want)
 
 
-CHECKS = (forward_order, backward_order, write_order, values, ends, two_widths, zeros, neighbours)
+def drawn_case(launch, seed: int) -> None:
+    values(launch, [cases.draw(seed)])
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *paged_cases.CHECKS], ids=lambda check: check.__name__)
-def test_the_kernels(check):
-    check(engine(interpret=True) if check in paged_cases.CHECKS else triton_launch)
+CHECKS = [
+    *(
+        case(INTERPRETER, check, night=True)
+        for check in (
+            *(forward_order, backward_order, write_order, values),
+            *(ends, two_widths, zeros, neighbours),
+        )
+    ),
+    *(
+        case(INTERPRETER, check, dim, night=True)
+        for check in (forward_order, backward_order)
+        for dim in WIDE
+    ),
+    *(case(INTERPRETER, drawn_case, seed, night=True) for seed in DRAWN),
+]
 
 
-@pytest.mark.parametrize("check", [forward_order, backward_order], ids=lambda check: check.__name__)
-@pytest.mark.parametrize("dim", WIDE)
-def test_the_kernels_of_wide_heads(check, dim):
-    check(triton_launch, dim)
+@pytest.mark.parametrize(("engine", "check", "options"), CHECKS)
+def test_dense(engine, check, options):
+    with DENSE.running(engine) as launch:
+        check(launch)
 
 
-@pytest.mark.parametrize("seed", DRAWN)
-def test_drawn_cases_against_float64(seed):
-    values(triton_launch, [cases.draw(seed)])
+def drawn_batch(engine, seed: int) -> None:
+    engine.check(paged_cases.drawn(**paged_cases.draw(seed)))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_drawn_paged_batches(seed):
-    engine(interpret=True).check(paged_cases.drawn(**paged_cases.draw(seed)))
+PAGED_CHECKS = [
+    *(case(INTERPRETER, check, night=True) for check in paged_cases.CHECKS),
+    *(case(INTERPRETER, drawn_batch, seed, night=True) for seed in range(10)),
+]
+
+
+@pytest.mark.parametrize(("name", "check", "options"), PAGED_CHECKS)
+def test_paged(name, check, options):
+    with running(name) as engine:
+        check(engine)
 
 
 def test_the_draw_covers_what_it_claims():
@@ -322,7 +338,7 @@ HALF = "tl.where(tl.arange(0, BLOCK_DV)[None, :] < DV // 2, out * dout, 0.0)"
 NOT_RESCALED = ("acc * shrink[:, None]", "acc")
 NOT_ROUNDED = ("tl.dot(through(p, v, ROUND)", "tl.dot(p.to(v.dtype)")
 #: The check that sees it -> what: (old text, new text).
-DENSE = {
+DENSE_MUTANTS = {
     backward_order: {
         "ranks": (f"{WRITERS}, i, S", f"{WRITERS} + visits - 1 - 2 * (i // STEPS), i, S"),
         "visits": (f"begin + {VISIT}", f"begin + visits - 1 - {VISIT}"),
@@ -360,7 +376,7 @@ FIRST, LAST = "first_key // BLOCK_N", "(end_key - 1) // BLOCK_N"
 TABLE, PAGE_OF = "table_ptr += {} * TABLE", "tl.load(table_ptr + n // {},"
 SEQUENCE, BEFORE = "sequence.to(tl.int64)", "tl.maximum(sequence - 1, 0).to(tl.int64)"
 SLOT, STRIDES = "_first_slot(cu_ptr, middle, GROUP, BLOCK_M)", "_strides({}), _strides(v), _str"
-PAGED = {
+PAGED_MUTANTS = {
     paged_cases.mixed: {
         "page of another sequence": (TABLE.format(SEQUENCE), TABLE.format(BEFORE)),
         "page before": (PAGE_OF.format("PAGE"), PAGE_OF.format("(PAGE + 1)")),
@@ -401,23 +417,21 @@ PAGED = {
 }
 
 
-def mutants(table: dict, name: str, often: int) -> list:
-    """Parameters of a test; by day every so many."""
-    rows = [(check, what, pair) for check, pairs in table.items() for what, pair in pairs.items()]
-    return [
-        pytest.param(
-            check, *pair, id=f"{name}, {what}", marks=pytest.mark.nightly if i % often else ()
-        )
-        for i, (check, what, pair) in enumerate(rows)
-    ]
+def rows(table: dict) -> dict[str, tuple]:
+    """The rows of a table of `mutants`, of check -> name -> edit."""
+    return {
+        name: (INTERPRETER, check, edit)
+        for check, edits in table.items()
+        for name, edit in edits.items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("check", "old", "new"), [*mutants(DENSE, "dense", 3), *mutants(PAGED, "paged", 6)]
-)
-def test_killed(tmp_path, check, old, new):
-    with pytest.raises(AssertionError):
-        if check in PAGED:
-            check(engine(paged_copy_of(tmp_path, (old, new)), interpret=True))
-        else:
-            check(copy_of(tmp_path, (old, new)))
+@pytest.mark.parametrize(("engine", "check", "edits"), mutants(rows(DENSE_MUTANTS)))
+def test_killed(engine, check, edits):
+    DENSE.kill(engine, check, *edits)
+
+
+@pytest.mark.parametrize(("name", "check", "edits"), mutants(rows(PAGED_MUTANTS)))
+def test_paged_killed(name, check, edits):
+    with DENSE.running(name) as dense:
+        PAGED.kill(name, lambda paged: check(engine(paged, dense)), *edits)
