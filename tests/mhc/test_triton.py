@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import torch
 import triton.language as tl
 
+from cute_kernels import arch
 from cute_kernels.mhc import api, op
 from cute_kernels.mhc.triton import launch
 from cute_kernels.mhc.triton.plan import Sizes
@@ -34,6 +35,8 @@ from .triton_engine import RUNNER
 
 pytestmark = pytest.mark.simulates("mhc.triton")
 
+DESCRIBE = arch.describe
+
 
 def checked(launch: ModuleType, name: str, shape: Shape) -> None:
     (cases.TRITON | cases.EXACT)[name](launch, cases.given(shape))
@@ -47,7 +50,9 @@ def small(launch: ModuleType, check: Callable, *args: object) -> None:
 
 @contextlib.contextmanager
 def small_chunks(launch: ModuleType):
+    """While it lasts, chunks are small, and products of expected bytes are the CPU backend's."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arch, "describe", DESCRIBE)
         patch.setattr(launch.kernels, "TOKENS", tl.constexpr(64))
         for module in (launch, cases):
             patch.setattr(module, "TOKENS", 64)

@@ -10,12 +10,15 @@ from unittest import mock
 import torch
 
 import cute_kernels.sparse_attn.triton as package
+from cute_kernels import arch
 from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn.triton import launch as dense_launch
 from cute_kernels.sparse_attn.triton import paged as paged_launch
 from tests.triton_runner import Runner
 
 from .paged_cases import Engine
+
+_DESCRIBE = arch.describe
 
 
 class _Runner(Runner):
@@ -60,12 +63,15 @@ RUNNERS = (DENSE, PAGED)
 
 @contextlib.contextmanager
 def through(launch: ModuleType = dense_launch) -> Iterator[None]:
-    """While it lasts, ``block_sparse_attention`` runs on ``launch``."""
+    """While it lasts, ``block_sparse_attention`` runs on ``launch``, on what is a CPU to it."""
 
     def launcher(op, device, dtype):
         return launch.backward if op.endswith("_backward") else launch.forward
 
-    with mock.patch.object(dispatch, "launcher", launcher):
+    with (
+        mock.patch.object(dispatch, "launcher", launcher),
+        mock.patch.object(arch, "describe", _DESCRIBE),
+    ):
         yield
 
 
