@@ -414,11 +414,11 @@ def kernels_of(target, dim, dtype, mask, softcap, module=launch) -> list:
     x, options = cases.inputs(1, 2, 1, LENGTH, LENGTH, dim, dtype), {"softcap": softcap}
 
     def call():
-        out = block_sparse_attention(*x.leaves(), MASKS[mask], return_lse=True, **options)
-        torch.autograd.grad(out, x.leaves(), (x.dout, x.dlse))
+        with through(module):
+            out = block_sparse_attention(*x.leaves(), MASKS[mask], return_lse=True, **options)
+            torch.autograd.grad(out, x.leaves(), (x.dout, x.dlse))
 
-    with through(module):
-        return DENSE.compiled(target, call, module)
+    return DENSE.compiled(target, call, module)
 
 
 @pytest.mark.parametrize("case", often(CODE, ALL_CODE), ids=str)
