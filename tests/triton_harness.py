@@ -187,7 +187,10 @@ def _options(lib, names: Mapping[str, int]) -> Options:
 @contextlib.contextmanager
 def guarded() -> Iterator[list]:
     """While it lasts, launchers' device guards take a CPU; yields the devices of open guards."""
-    with mock.patch.object(torch.cuda, "device", _guard):
+    with (
+        mock.patch.object(torch.cuda, "device", _guard),
+        mock.patch.object(torch.cuda, "device_of", lambda t: _guard(t.device)),
+    ):
         yield _DEVICES
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from types import ModuleType
 from unittest import mock
 
-import torch
-
 import cute_kernels.sparse_attn.triton as package
 from cute_kernels import arch
 from cute_kernels.runtime import dispatch
@@ -21,26 +19,7 @@ from .paged_cases import Engine
 _DESCRIBE = arch.describe
 
 
-class _Runner(Runner):
-    """Launchers here guard the device of a tensor."""
-
-    @contextlib.contextmanager
-    def running(self, engine: str, *edits: tuple[str, str], **options: int) -> Iterator[ModuleType]:
-        with _guards(), super().running(engine, *edits, **options) as launch:
-            yield launch
-
-    @contextlib.contextmanager
-    def simulated(self, launch: ModuleType | None = None, **options: int) -> Iterator[list]:
-        with _guards(), super().simulated(launch, **options) as kernels:
-            yield kernels
-
-
-def _guards() -> contextlib.AbstractContextManager:
-    """While it lasts, a guard of a tensor's device is one of the device."""
-    return mock.patch.object(torch.cuda, "device_of", lambda t: torch.cuda.device(t.device))
-
-
-DENSE = _Runner(
+DENSE = Runner(
     package,
     {
         "forward_kernel": ("out_ptr", "lse_ptr"),
@@ -52,7 +31,7 @@ DENSE = _Runner(
     files=("kernel_softmax", "kernel", "launch"),
     arithmetic=(),
 )
-PAGED = _Runner(
+PAGED = Runner(
     package,
     {"paged_forward_kernel": ("out_ptr", "lse_ptr"), "write_kv_kernel": ("k_ptr", "v_ptr")},
     files=("kernel_softmax", "kernel_paged", "paged"),
