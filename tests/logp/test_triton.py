@@ -225,10 +225,7 @@ MUTANTS = {
     "exponent_rounded_down": (*STATES, (CLAMP, CLAMP.replace("+ _ROUND", "- 0.5 + _ROUND"))),
     "temperature_rounded": (
         *STATES,
-        (
-            "tl.fma(z, scales, -(y - _ROUND)[:, :, None])",
-            "z * scales - (y - _ROUND)[:, :, None]",
-        ),
+        ("tl.fma(z, scales, -(y - _ROUND)[:, :, None])", "z * scales - (y - _ROUND)[:, :, None]"),
     ),
     "temperature_rounded_in_the_gradient": (
         *GRADIENTS,
@@ -247,18 +244,9 @@ MUTANTS = {
         *(INTERPRETER, in_blocks, 4 * 9 * 48, 2048),
         ("stored = _below(stored, by)", "pass"),
     ),
-    "padding_counted": (
-        *IN_PADDING,
-        ("tl.where(columns < valid, z,", "tl.where(columns < N, z,"),
-    ),
-    "masked_target_is_an_index": (
-        *(INTERPRETER, masked_is_no_index),
-        (HERE, "here = in_t & ("),
-    ),
-    "masked_target_is_an_index_in_machine_code": (
-        *(SM90, masked_is_no_index),
-        (HERE, "here = ("),
-    ),
+    "padding_counted": (*IN_PADDING, ("tl.where(columns < valid, z,", "tl.where(columns < N, z,")),
+    "masked_target_is_an_index": (*(INTERPRETER, masked_is_no_index), (HERE, "here = in_t & (")),
+    "masked_target_is_an_index_in_machine_code": (*(SM90, masked_is_no_index), (HERE, "here = (")),
     "chosen_in_every_part": (INTERPRETER, cases.parts, (HERE, "here = (target >= 0) & (")),
     "start_forgotten": (*IN_PADDING, ("other=-1) - start", "other=-1)")),
     "start_forgotten_in_the_gradient": (

@@ -249,116 +249,109 @@ COLUMN_SUMS = "return rows, tl.div_rn(rows, _line_sum(rows, 1, ROWS, N) + eps)"
 EXPANDED_BIAS = "f += _load_bias(bias_ptr, first, C, BLOCK)\n                program"
 BACKWARD_TILES = "    rows, block = TRITON.reduce\n    reduced"
 
+
+def of(name: str, shape: Shape = CN) -> tuple:
+    return *SMALL, checked, name, shape
+
+
 MUTANTS = {
-    "chunk_follows_m": (
-        *(*SMALL, rows.few_rows, FEW),
-        (SIZE, f"{SIZE} // (1 + (len(x) > 8))"),
-    ),
+    "chunk_follows_m": (*SMALL, rows.few_rows, FEW, (SIZE, f"{SIZE} // (1 + (len(x) > 8))")),
     "lanes_follow_m": (
-        *(*SMALL, rows.few_rows, FEW),
+        *SMALL,
+        rows.few_rows,
+        FEW,
         (
             BACKWARD_TILES,
             BACKWARD_TILES.replace("reduce\n", "reduce\n    block = 64 if m > 8 else 16\n"),
         ),
     ),
     "chunks_descending": (
-        *(*SMALL, checked, "exact_coefficients", CN),
+        *of("exact_coefficients"),
         (BEHIND, "behind = tl.cast(chunks - chunk, tl.int64) * M"),
     ),
     "last_chunk_dropped": (
-        *(*SMALL, checked, "exact_coefficients", CN),
+        *of("exact_coefficients"),
         ("for chunk in tl.range(1, chunks):", "for chunk in tl.range(1, chunks - 1):"),
     ),
-    "layout_swapped": (
-        *(*SMALL, checked, "combine", CN),
-        ('streams.layout == "cn"', 'streams.layout == "nc"'),
-    ),
+    "layout_swapped": (*of("combine"), ('streams.layout == "cn"', 'streams.layout == "nc"')),
     "layout_swapped_in_the_projection": (
-        *(*SMALL, checked, "projection", CN),
+        *of("projection"),
         ("    if CN:\n        begin,", "    if not CN:\n        begin,"),
     ),
     "streams_split_in_another_order": (
-        *(*SMALL, checked, "combine", CN),
+        *of("combine"),
         ("made = (x0, x1, x2, x3)", "made = (x0, x2, x1, x3)"),
     ),
     "channel_tail_unmasked": (
-        *(*SMALL, checked, "reduce", CN),
+        *of("reduce"),
         (STREAM_TAIL, STREAM_TAIL.replace("C * N", "C * N + 1")),
     ),
     "product_tail_unmasked": (
-        *(*SMALL, checked, "projection", CN),
+        *of("projection"),
         ("in_k = inside < length", "in_k = inside < length + 1"),
     ),
     "product_tail_dropped": (
-        *(*SMALL, checked, "projection", NC),
+        *of("projection", NC),
         ("steps = (length - 1) // BLOCK_K + 1", "steps = length // BLOCK_K"),
     ),
     "token_tail_dropped": (
-        *(*SMALL, checked, "projection_backward", CN),
+        *of("projection_backward"),
         ("(count - 1) // BLOCK_M + 1", "count // BLOCK_M"),
     ),
     "squares_of_one_step": (
-        *(*SMALL, checked, "projection", CN),
+        *of("projection"),
         ("squares = tl.fma(x, x, squares)", "squares = x * x"),
     ),
-    "norm_weight_forgotten": (
-        *(*SMALL, checked, "projection", CN),
-        (WEIGHTED, "pass"),
-    ),
+    "norm_weight_forgotten": (*of("projection"), (WEIGHTED, "pass")),
     "norm_weight_forgotten_in_dx": (
-        *(*SMALL, checked, "projection_backward", CN),
+        *of("projection_backward"),
         ("made = made + (psi[i] * weight[i],)", "made = made + (psi[i],)"),
     ),
-    "res_transposed": (
-        *(*SMALL, checked, "combine", CN),
-        (Y, Y.replace("i * N + j", "j * N + i")),
-    ),
+    "res_transposed": (*of("combine"), (Y, Y.replace("i * N + j", "j * N + i"))),
     "res_transposed_in_dx": (
-        *(*SMALL, checked, "projection_backward", CN),
+        *of("projection_backward"),
         (PASSED, PASSED.replace("i * N + j", "j * N + i")),
     ),
     "dres_transposed": (
-        *(*SMALL, checked, "reduce", CN),
+        *of("reduce"),
         ("tl.fma(x[i], dy[j], of_res[i * N + j])", "tl.fma(x[j], dy[i], of_res[i * N + j])"),
     ),
-    "collapsed_before_the_rounding": (
-        *(*SMALL, checked, "exact_streams", ROUNDED),
-        (ROUNDS, "total"),
-    ),
-    "bias_forgotten_in_dpost": (
-        *(*SMALL, checked, "reduce", CN),
-        (EXPANDED_BIAS, "program"),
-    ),
+    "collapsed_before_the_rounding": (*of("exact_streams", ROUNDED), (ROUNDS, "total")),
+    "bias_forgotten_in_dpost": (*of("reduce"), (EXPANDED_BIAS, "program")),
     "room_between_rows_forgotten": (
-        *(*SMALL, checked, "combine", CN),
+        *of("combine"),
         ("0 if rows is None else rows.stride(0)", "0 if rows is None else rows.shape[1]"),
     ),
     "parts_behind_the_tokens_kept": (
-        *(*SMALL, checked, "reduce", CN),
+        *of("reduce"),
         ("values[_tiles(m, tokens) :] = 0.0", "values[_tiles(m, tokens) :] = 1e-3"),
     ),
     "parts_descending": (
-        *(*SMALL, cases.parts_are_added),
+        *SMALL,
+        cases.parts_are_added,
         (PART, PART.replace("cast(part,", "cast(count - part,")),
     ),
     "parts_of_chunks_in_one_chain": (
-        *(*SMALL, cases.parts_are_added),
+        *SMALL,
+        cases.parts_are_added,
         ("if parts.group > 1:", "if False:"),
     ),
     "weights_added_at_the_end": (
-        *(*SMALL, checked, "exact_gradients", CN),
+        *of("exact_gradients"),
         (INTO, "total = tl.zeros([WIDTH, BLOCK], tl.float32)"),
         (KEPT, KEPT.replace("total,", "total + tl.load(into_phi_ptr + place, mask=inside),")),
     ),
     "chunk_of_tokens_begins_elsewhere": (
-        *(*SMALL, cut),
+        *SMALL,
+        cut,
         (
             "start = tl.cast(chunk, tl.int64) * TOKENS",
             "start = tl.cast(chunk, tl.int64) * (TOKENS - 1)",
         ),
     ),
     "one_chunk_of_all_tokens": (
-        *(*SMALL, cut),
+        *SMALL,
+        cut,
         (
             "chunks, (block_m, block_c) = _tiles(m, TOKENS), TRITON.back",
             "chunks, (block_m, block_c) = 1, TRITON.back",
@@ -366,42 +359,33 @@ MUTANTS = {
         ("count = tl.minimum(M - start, TOKENS)", "count = M - start"),
     ),
     "epsilon_outside_the_root": (
-        *(*SMALL, checked, "exact_coefficients", CN),
+        *of("exact_coefficients"),
         ("tl.sqrt_rn(square)", "(tl.sqrt_rn(square - eps) + eps)"),
     ),
-    "pre_eps_forgotten": (
-        *(*SMALL, checked, "exact_coefficients", CN),
-        ("sigmoid + pre_eps, mask", "sigmoid, mask"),
-    ),
+    "pre_eps_forgotten": (*of("exact_coefficients"), ("sigmoid + pre_eps, mask", "sigmoid, mask")),
     "post_scale_forgotten_in_its_slope": (
-        *(*SMALL, checked, "exact_gradients", CN),
+        *of("exact_gradients"),
         ("d_post * (post_scale * slope)", "d_post * slope"),
     ),
-    "dms_doubled": (
-        *(*SMALL, checked, "projection_backward", CN),
-        ("2.0 / k)", "1.0 / k)"),
-    ),
+    "dms_doubled": (*of("projection_backward"), ("2.0 / k)", "1.0 / k)")),
     "one_iteration_more": (
-        *(*SMALL, checked, "exact_coefficients", CN),
+        *of("exact_coefficients"),
         ("for _ in tl.range(1, iterations):", "for _ in tl.range(0, iterations):"),
     ),
     "columns_before_rows": (
-        *(*SMALL, checked, "exact_coefficients", CN),
+        *of("exact_coefficients"),
         (ROW_SUMS, ROW_SUMS.replace("y, 2", "y, 1")),
         (COLUMN_SUMS, COLUMN_SUMS.replace("rows, 1", "rows, 2")),
     ),
     "last_segment_only": (
-        *(*SMALL, checked, "exact_gradients", CN),
+        *of("exact_gradients"),
         ("for back in tl.range(0, segments):", "for back in tl.range(0, 1):"),
     ),
     "epsilon_forgotten_in_the_gradient": (
-        *(*SMALL, checked, "exact_gradients", CN),
+        *of("exact_gradients"),
         ("gradient = gradient * factor", "pass"),
     ),
-    "rows_of_zeros_not_shared": (
-        *(*SMALL, checked, "exact_gradients", CN),
-        ("d_pre.stride(0),", "n,"),
-    ),
+    "rows_of_zeros_not_shared": (*of("exact_gradients"), ("d_pre.stride(0),", "n,")),
 }
 
 

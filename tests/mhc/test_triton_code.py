@@ -25,10 +25,7 @@ PRODUCTS = ("project_kernel", "project_backward_kernel")
 #: 3.7.1 leaves on sm_80 for four streams of the layout "nc" whose channels are no multiple of 16.
 FP32_BACKWARD_STACK = 208
 #: Every value of each field but one target: target, n, layout, dtype, channels.
-EVERY_COMMIT = (
-    ("sm_90", 2, "nc", BF16, 512),
-    ("gfx950", 4, "cn", FP32, 513),
-)
+EVERY_COMMIT = (("sm_90", 2, "nc", BF16, 512), ("gfx950", 4, "cn", FP32, 513))
 LAYOUTS = ("cn", "nc")
 ALL = tuple(itertools.product(TARGETS, (4, 2), LAYOUTS, NAMES, (512, 513)))
 

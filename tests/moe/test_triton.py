@@ -323,13 +323,7 @@ ROUTING_MUTANTS = {
             "expert = tl.max(tl.max(tl.where(equal, index, -1), axis=1), axis=0)",
         ),
     ),
-    "zeros_apart": (
-        *(INTERPRETER, cases.ties),
-        (
-            "bits = (value + 0.0).to",
-            "bits = value.to",
-        ),
-    ),
+    "zeros_apart": (*(INTERPRETER, cases.ties), ("bits = (value + 0.0).to", "bits = value.to")),
     "order_by_load": (
         *SORTED,
         (
@@ -337,40 +331,16 @@ ROUTING_MUTANTS = {
             "starts = tl.sum(totals, axis=0) - tl.cumsum(totals, 0)",
         ),
     ),
-    "unstable": (
-        *SORTED,
-        (
-            "(here[None, :] < here[:, None])",
-            "(here[None, :] > here[:, None])",
-        ),
-    ),
-    "counts_of_this_block_too": (
-        *MANY,
-        (
-            "tl.where(other < block,",
-            "tl.where(other <= block,",
-        ),
-    ),
-    "groups_of_a_block_apart": (
-        *MANY,
-        (
-            "run += tl.sum(chosen.to(tl.int32), axis=0)",
-            "run += 0",
-        ),
-    ),
+    "unstable": (*SORTED, ("(here[None, :] < here[:, None])", "(here[None, :] > here[:, None])")),
+    "counts_of_this_block_too": (*MANY, ("tl.where(other < block,", "tl.where(other <= block,")),
+    "groups_of_a_block_apart": (*MANY, ("run += tl.sum(chosen.to(tl.int32), axis=0)", "run += 0")),
     "slots_without_an_expert_by_block": (
         *MANY,
-        (
-            "none = placed + (block * SPAN).to(tl.int32) - tl.sum(run, axis=0)",
-            "none = placed",
-        ),
+        ("none = placed + (block * SPAN).to(tl.int32) - tl.sum(run, axis=0)", "none = placed"),
     ),
     "rows_of_the_first_slots": (
         *COMBINED,
-        (
-            "slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)",
-            "slot = tl.arange(0, SLOTS)",
-        ),
+        ("slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)", "slot = tl.arange(0, SLOTS)"),
     ),
     "rows_of_the_next_token": (
         *COMBINED,
@@ -381,10 +351,7 @@ ROUTING_MUTANTS = {
     ),
     "rows_of_no_expert_added": (
         *ABSENT,
-        (
-            "has_expert = last < placed\n",
-            "has_expert = first + i < K\n",
-        ),
+        ("has_expert = last < placed\n", "has_expert = first + i < K\n"),
     ),
     "no_expert_as_a_term": (
         *ABSENT,
@@ -402,24 +369,15 @@ ROUTING_MUTANTS = {
     ),
     "row_gradient_of_no_expert": (
         *ABSENT,
-        (
-            "d_row = tl.where(has_expert[:, None], dy * weight, 0.0)",
-            "d_row = dy * weight",
-        ),
+        ("d_row = tl.where(has_expert[:, None], dy * weight, 0.0)", "d_row = dy * weight"),
     ),
     "row_of_no_expert": (
         *ABSENT,
-        (
-            "kept = tl.where(row < placed, value, tl.zeros_like(value))",
-            "kept = value",
-        ),
+        ("kept = tl.where(row < placed, value, tl.zeros_like(value))", "kept = value"),
     ),
     "gradient_of_no_weight": (
         *ABSENT,
-        (
-            "last % K_ROOM, mask=last // K_ROOM < E, other=0.0)",
-            "last % K_ROOM)",
-        ),
+        ("last % K_ROOM, mask=last // K_ROOM < E, other=0.0)", "last % K_ROOM)"),
     ),
     "combine_by_arrival": (
         *COMBINED,
@@ -430,10 +388,7 @@ ROUTING_MUTANTS = {
     ),
     "combine_from_zero": (
         *(INTERPRETER, cases.zeros_keep_their_sign),
-        (
-            "added = tl.where(first + i == 0, term, total + term)",
-            "added = total + term",
-        ),
+        ("added = tl.where(first + i == 0, term, total + term)", "added = total + term"),
     ),
     "weights_by_slot": (
         *(INTERPRETER, drawn, cases.weights, 30),
@@ -448,10 +403,7 @@ ROUTING_MUTANTS = {
     ),
     "two_best_without_a_bias": (
         *(INTERPRETER, drawn, cases.choices, 30),
-        (
-            "if bias_ptr is not None and SIZE_ROOM > 1:",
-            "if SIZE_ROOM > 1:",
-        ),
+        ("if bias_ptr is not None and SIZE_ROOM > 1:", "if SIZE_ROOM > 1:"),
     ),
 }
 

@@ -96,6 +96,10 @@ INTO = "total = tl.load(out_ptr + c, mask=c < D, other=0.0)"
 ADDED = "total = tl.where(there, total + ahead[i], total)"
 ROOT = "tl.sqrt_rn(tl.div_rn(squares, size) + eps)"
 OUT = "tl.store(out_ptr + c, total.to"
+OF_LAYER, OF_RMS, OF_OFFSET = ((*SHORT, checks.bounds, of) for of in (LAYER, RMS, checks.SMALL[4]))
+OF_WIDE = *BLOCKS, checks.values, WIDE
+ADDED_PARTS = *SHORT, checks.parts_are_added
+A_PART = *SHORT, cases.a_part_is_the_same_anywhere, Case(9, 1030, LAYERS, bias=True)
 
 MUTANTS = {
     "lanes_follow_the_rows": (
@@ -110,25 +114,16 @@ MUTANTS = {
         *(*SHORT, checks.bounds, Case(5, 96, Rule(cases.RMS, 0.25))),
         (ROOT, "(tl.sqrt_rn(tl.div_rn(squares, size)) + eps)"),
     ),
-    "parts_descending": (
-        *(*SHORT, checks.parts_are_added),
-        (PART, f"{PART}\n            part = count - 1 - part"),
-    ),
+    "parts_descending": (*ADDED_PARTS, (PART, f"{PART}\n            part = count - 1 - part")),
     "parts_added_before": (
-        *(*SHORT, checks.parts_are_added),
+        *ADDED_PARTS,
         (INTO, "pass"),
         (OUT, "total += tl.load(out_ptr + c, mask=c < D) if ACCUMULATE else 0.0\n    " + OUT),
     ),
-    "parts_that_are_not_there": (
-        *(*SHORT, checks.parts_are_added),
-        (ADDED, "total += ahead[i]"),
-    ),
-    "room_behind_parts_forgotten": (
-        *(*SHORT, checks.parts_are_added),
-        ("part * parts_m", "part * D"),
-    ),
+    "parts_that_are_not_there": (*ADDED_PARTS, (ADDED, "total += ahead[i]")),
+    "room_behind_parts_forgotten": (*ADDED_PARTS, ("part * parts_m", "part * D")),
     "rows_of_a_part_descending": (
-        *(*BLOCKS, checks.values, WIDE),
+        *OF_WIDE,
         (
             "rows = start + step + tl.zeros([1], tl.int64)",
             "rows = tl.minimum(M, start + PART) - 1 - step + tl.zeros([1], tl.int64)",
@@ -142,7 +137,7 @@ MUTANTS = {
         ),
     ),
     "a_part_begins_elsewhere": (
-        *(*SHORT, cases.a_part_is_the_same_anywhere, Case(9, 1030, LAYERS, bias=True)),
+        *A_PART,
         ("tl.int64) * PART\n    end", "tl.int64) * (PART - 1)\n    end"),
     ),
     "last_row_dropped": (
@@ -150,7 +145,7 @@ MUTANTS = {
         ("tl.minimum(start + PART, M)", "tl.minimum(start + PART, M - 1)"),
     ),
     "next_rows_of_another_part": (
-        *(*SHORT, cases.a_part_is_the_same_anywhere, Case(9, 1030, LAYERS, bias=True)),
+        *A_PART,
         ("end = tl.minimum(start + PART, M)", "end = tl.minimum(start + PART + 1, M)"),
     ),
     "residual_not_rounded": (
@@ -158,26 +153,23 @@ MUTANTS = {
         ("        h = h.to(x_ptr.dtype.element_ty).to(tl.float32)\n", ""),
     ),
     "offset_forgotten": (
-        *(*SHORT, checks.bounds, checks.SMALL[4]),
+        *OF_OFFSET,
         (
             "mask=c < D, other=0.0).to(tl.float32) + offset\n",
             "mask=c < D, other=0.0).to(tl.float32)\n",
         ),
     ),
     "offset_forgotten_in_dx": (
-        *(*SHORT, checks.bounds, checks.SMALL[4]),
+        *OF_OFFSET,
         ("other=0.0).to(tl.float32) + offset)", "other=0.0).to(tl.float32))"),
     ),
     "tail_counts_in_the_variance": (
-        *(*SHORT, checks.bounds, LAYER),
+        *OF_LAYER,
         ("tl.where(c < D, h - mean[:, None], 0.0)", "h - mean[:, None]"),
     ),
-    "mean_of_the_padded_row": (
-        *(*SHORT, checks.bounds, LAYER),
-        ("*(float(width), rule.eps", "*(float(lanes), rule.eps"),
-    ),
+    "mean_of_the_padded_row": (*OF_LAYER, ("*(float(width), rule.eps", "*(float(lanes), rule.eps")),
     "weight_twice_in_dx": (
-        *(*SHORT, checks.bounds, RMS),
+        *OF_RMS,
         (
             "        g = dy * (tl.load(",
             "        dy = dy * tl.load("
@@ -185,23 +177,14 @@ MUTANTS = {
         ),
     ),
     "no_projection": (
-        *(*SHORT, checks.bounds, RMS),
+        *OF_RMS,
         ("inner = tl.fma(-x_hat, of_products[:, None] + tl.zeros_like(g), g)", "inner = g + 0.0"),
     ),
-    "mean_of_g_forgotten": (
-        *(*SHORT, checks.bounds, LAYER),
-        ("        inner -= of_g[:, None]", "        inner -= 0.0"),
-    ),
-    "dh_forgotten": (
-        *(*SHORT, checks.bounds, RMS),
-        ("tl.fma(inner, rstd + tl.zeros_like(g), dh)", "inner * rstd"),
-    ),
-    "bias_forgotten": (
-        *(*SHORT, checks.bounds, LAYER),
-        ("bias + tl.zeros_like(y))", "tl.zeros_like(y))"),
-    ),
+    "mean_of_g_forgotten": (*OF_LAYER, ("        inner -= of_g[:, None]", "        inner -= 0.0")),
+    "dh_forgotten": (*OF_RMS, ("tl.fma(inner, rstd + tl.zeros_like(g), dh)", "inner * rstd")),
+    "bias_forgotten": (*OF_LAYER, ("bias + tl.zeros_like(y))", "tl.zeros_like(y))")),
     "h_not_stored_behind_the_first_block": (
-        *(*BLOCKS, checks.values, WIDE),
+        *OF_WIDE,
         ("            _store(h_ptr, own,", "            _store(h_ptr, own * (block == 0),"),
     ),
     "one_block_less": (

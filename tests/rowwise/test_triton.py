@@ -121,10 +121,7 @@ MUTANTS = {
     ),
     "the_sines_own_sign": (
         *(INTERPRETER, cases.rotary),
-        (
-            "sin = tl.where(first[None, :], sin, -sin)",
-            "sin = tl.where(first[None, :], -sin, sin)",
-        ),
+        ("sin = tl.where(first[None, :], sin, -sin)", "sin = tl.where(first[None, :], -sin, sin)"),
     ),
     "a_product_that_is_not_rounded": (
         *(INTERPRETER, cases.rotary_pair),
@@ -148,10 +145,7 @@ MUTANTS = {
             "    value = _value(gate, KIND)\n",
         ),
     ),
-    "up_of_the_next_row": (
-        *(INTERPRETER, cases.gated_rows),
-        ("(first + N)", "(first + 2 * N)"),
-    ),
+    "up_of_the_next_row": (*(INTERPRETER, cases.gated_rows), ("(first + N)", "(first + 2 * N)")),
     "k_by_the_strides_of_q": (
         *(INTERPRETER, cases.rotary_pair),
         (

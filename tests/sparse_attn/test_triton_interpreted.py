@@ -411,9 +411,7 @@ PAGED_MUTANTS = {
     },
     paged_cases.more: {"no right edge": ("(gap <= hi)", "(gap <= hi + 10000)")},
     paged_cases.zeros: {"-0 is kept": (ZERO, "acc / total[:, None]")},
-    paged_cases.places: {
-        "layouts": (STRIDES.format("k"), STRIDES.format("k.transpose(1, 2)")),
-    },
+    paged_cases.places: {"layouts": (STRIDES.format("k"), STRIDES.format("k.transpose(1, 2)"))},
 }
 
 
