@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 
 import torch
 
+import cute_kernels.gemm.triton as gemm_package
 from cute_kernels.logp import api, chunks, config, policy_sweep
 from cute_kernels.logp.triton import launch
 from cute_kernels.logp.triton import plan as plans
 from cute_kernels.runtime import dispatch
 from tests.contract import same_bytes
-from tests.gemm.triton_engine import RUNNER as GEMM
-from tests.triton_runner import ENGINES, INTERPRETER, SM90, case, mutants
+from tests.triton_runner import ENGINES, INTERPRETER, SM90, Runner, case, mutants
 
 from . import policy_cases
 from . import triton_cases as cases
@@ -117,6 +117,8 @@ def test_blocks_fit_the_workspace(tokens, order):
 
 # ---- through the ops -----------------------------------------------------------------------------
 
+#: For the interpreter, which bounds no writes.
+GEMM = Runner(gemm_package, {})
 #: Op -> its launcher's name.
 LAUNCHERS = {
     "logp_states": "states",
