@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/gemm": (4820, ""),
     "tests/integrations": (10271, ""),
     "tests/kernels": (373, ""),
-    "tests/logp": (5814, ""),
+    "tests/logp": (5816, ""),
     "tests/mhc": (7023, ""),
     "tests/model": (10570, ""),
     "tests/moe": (3985, ""),
