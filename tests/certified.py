@@ -153,7 +153,7 @@ def launchers(system: str) -> set[str]:
         out, shared = {"runtime.operands"}, ()
     while left:
         name = left.pop()
-        inside = name.startswith((f"{own}.", *shared))
+        inside = name.startswith((f"{own}.", *shared)) or (shared and ".triton." in name)
         if inside and name not in out and not _is_elsewhere(name, system):
             out.add(name)
             left |= graph[name]

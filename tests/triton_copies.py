@@ -18,7 +18,7 @@ from tests.anchors import replaced
 _NUMBERS = itertools.count()
 _RUNTIME = "cute_kernels.runtime"
 #: Its modules that Triton kernels and their launchers share.
-_SHARED = ("triton_products", "triton_sums", "triton_tiles")
+_SHARED = ("triton_elementary", "triton_products", "triton_sums", "triton_tiles")
 
 
 def copy_of(

@@ -1,7 +1,7 @@
 """CPU backend: fp64 inside, one rounding at the end, one IEEE operation at a time.
 
 No bit depends on how many rows there are, on threads, or on where a vector register ends: sums are
-those of `_lane_sums`, functions those of functions.py.  Work is cut into blocks that caches hold,
+those of `_lane_sums`, functions those of elementary.py.  Work is cut into blocks that caches hold,
 which shows in no bit.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..cpu import elementary
 from ..cpu.ieee import ieee
 from ..runtime.operands import empty_rows_like
-from . import functions
 from .config import SQUARES, lanes, promoted
 
 #: Elements of a block.
@@ -22,19 +22,19 @@ _BLOCK = 2**17
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute f(x), contiguous, the dtype of x."""
-    return _by_element(lambda v: functions.value(kind, v), (x,), 1)[0]
+    return _by_element(lambda v: elementary.value(kind, v), (x,), 1)[0]
 
 
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute dy f'(x) in the dtype of x."""
-    return _by_element(lambda g, v: functions.derivative(kind, v) * g, (dy, x), 1)[0]
+    return _by_element(lambda g, v: elementary.derivative(kind, v) * g, (dy, x), 1)[0]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
     """Compute f(gate) up; ``steps``: f(gate) rounded, then torch's product."""
     if steps:
         return (activation(gate, kind) * up).contiguous()
-    return _by_element(lambda v, u: functions.value(kind, v) * u, (gate, up), 1)[0]
+    return _by_element(lambda v, u: elementary.value(kind, v) * u, (gate, up), 1)[0]
 
 
 def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -51,7 +51,7 @@ def gated_backward(
         return d_gate, (dy * activation(gate, kind)).contiguous()
 
     def gradients(g: torch.Tensor, v: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return functions.derivative(kind, v) * (g * u), functions.value(kind, v) * g
+        return elementary.derivative(kind, v) * (g * u), elementary.value(kind, v) * g
 
     return _by_element(gradients, (dy, gate, up), 2)
 
@@ -60,7 +60,7 @@ def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute e^(x - max) / Σ e^(x - max) of rows [M, N]."""
 
     def run(block: torch.Tensor) -> torch.Tensor:
-        power = functions.exp(block - block.amax(1, keepdim=True))
+        power = elementary.exp(block - block.amax(1, keepdim=True))
         return power / _lane_sums(power)
 
     return _by_row(run, (x,), dtype)
@@ -76,7 +76,7 @@ def log_softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     def run(block: torch.Tensor) -> torch.Tensor:
         below = block - block.amax(1, keepdim=True)
-        return below - functions.log(_lane_sums(functions.exp(below)))
+        return below - elementary.log(_lane_sums(elementary.exp(below)))
 
     return _by_row(run, (x,), dtype)
 
@@ -85,7 +85,7 @@ def log_softmax_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Compute dy - softmax(x) Σ dy."""
 
     def run(g: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        power = functions.exp(block - block.amax(1, keepdim=True))
+        power = elementary.exp(block - block.amax(1, keepdim=True))
         return g - power / _lane_sums(power) * _lane_sums(g)
 
     return _by_row(run, (dy, x), x.dtype)
@@ -97,7 +97,7 @@ def rotary_table(
     """Return (cos, sin) [P, 2 F] of positions [P] and frequencies [F], the two halves equal."""
     with ieee():
         angle = positions[:, None].to(torch.float64) * inv_freq.to(torch.float64)
-        tables = functions.cos_sin(angle.to(torch.float32).to(torch.float64))
+        tables = elementary.cos_sin(angle.to(torch.float32).to(torch.float64))
         return tuple(_rounded(torch.cat([t, t], 1) * scaling, dtype) for t in tables)
 
 

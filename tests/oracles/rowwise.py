@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cute_kernels.rowwise.config import GELU_CUBE, GELU_SCALE
+from cute_kernels.cpu.elementary import GELU_CUBE, GELU_SCALE
 
 
 def value(kind: str, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 
 import cute_kernels as ck
-from cute_kernels.rowwise import cpu, functions, op
+from cute_kernels.cpu import elementary
+from cute_kernels.rowwise import cpu, op
 from tests.contract import RowOp, half_ulp
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -140,8 +141,8 @@ RUNS: dict[str, tuple[Callable, int]] = {
     "rotary_pos_emb, gradient": (_rotary_pos_emb_gradient, 44),
     "rotary_table": (_table, 3),
     "embedding": (_lookup, 3),
-    "exp inside": (inside(lambda x: functions.exp(x)), 37),
-    "sigmoid inside": (inside(lambda x: functions.value("sigmoid", x)), 37),
+    "exp inside": (inside(lambda x: elementary.exp(x)), 37),
+    "sigmoid inside": (inside(lambda x: elementary.value("sigmoid", x)), 37),
     "lane sums inside": (inside(lambda x: cpu._lane_sums(x)), 1501),
 }
 for _kind, _function in ACTIVATIONS.items():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.rowwise import cpu, functions, op
+from cute_kernels.cpu import elementary
+from cute_kernels.rowwise import cpu, op
 from tests import contract
 from tests.anchors import planted
 from tests.contract import ContractViolation, SumOp, same_bytes
@@ -126,8 +127,8 @@ def tokens() -> None:
 
 
 EXP = ("    y = x * LOG2E\n", "    return torch.exp2(x * LOG2E)\n")
-ACTIVATION = "return _by_element(lambda v: functions.value(kind, v), (x,), 1)[0]"
-POWER = "power = functions.exp(block - block.amax(1, keepdim=True))\n        return power / "
+ACTIVATION = "return _by_element(lambda v: elementary.value(kind, v), (x,), 1)[0]"
+POWER = "power = elementary.exp(block - block.amax(1, keepdim=True))\n        return power / "
 CHUNKS = "sum(p.float().sum(1, keepdim=True) for p in power.chunk(1 + (len(block) > 8), 1))"
 STEP = "return v.to(dtype).to(torch.float32)"
 ORDER = "    order = ids.argsort(stable=True)\n"
@@ -141,8 +142,8 @@ HALVES = (
 #: Bug -> (module, edits, the check that kills it).
 MUTANTS = {
     # torch's 2^y takes another function behind the last whole vector register.
-    "torch's 2^y": (functions, [EXP], rows_of("exp inside")),
-    "torch's 2^y in a sigmoid": (functions, [EXP], rows_of("sigmoid inside")),
+    "torch's 2^y": (elementary, [EXP], rows_of("exp inside")),
+    "torch's 2^y in a sigmoid": (elementary, [EXP], rows_of("sigmoid inside")),
     "torch's silu": (cpu, [(ACTIVATION, "return torch.nn.functional.silu(x)")], rows_of("silu")),
     "torch's gelu": (cpu, [(ACTIVATION, "return torch.nn.functional.gelu(x)")], rows_of("gelu")),
     # As torch's reductions on CUDA.

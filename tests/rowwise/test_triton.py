@@ -141,8 +141,8 @@ MUTANTS = {
     "one_rounding_of_a_gated_row": (
         *(INTERPRETER, cases.gated_rows),
         (
-            "    value = _value(gate, KIND).to(out_ptr.dtype.element_ty).to(tl.float32)\n",
-            "    value = _value(gate, KIND)\n",
+            "value(gate, KIND).to(out_ptr.dtype.element_ty).to(tl.float32)\n",
+            "value(gate, KIND)\n",
         ),
     ),
     "up_of_the_next_row": (*(INTERPRETER, cases.gated_rows), ("(first + N)", "(first + 2 * N)")),
@@ -156,13 +156,16 @@ MUTANTS = {
     "a_gate_that_is_not_rounded": (
         *(INTERPRETER, cases.gated_in_steps),
         (
-            "value = _stepped(_value(_loaded(gate_ptr, at, mask), KIND), gate_ptr, STEPS)",
-            "value = _value(_loaded(gate_ptr, at, mask), KIND)",
+            "_stepped(activation_value(_loaded(gate_ptr, at, mask), KIND), gate_ptr, STEPS)",
+            "activation_value(_loaded(gate_ptr, at, mask), KIND)",
         ),
     ),
     "a_gradient_in_one_step": (
         *(INTERPRETER, cases.gated_in_steps),
-        ("_slope(gate, KIND) * _product(dy, up, up_ptr, STEPS)", "_slope(gate, KIND) * (dy * up)"),
+        (
+            "activation_slope(gate, KIND) * _product(dy, up, up_ptr, STEPS)",
+            "activation_slope(gate, KIND) * (dy * up)",
+        ),
     ),
     "one_part_of_pi": (
         *(INTERPRETER, cases.tables),

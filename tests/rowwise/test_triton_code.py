@@ -116,8 +116,8 @@ MUTANTS = {
         "atomics",
     ),
     "approximate division": (
-        "        return tl.div_rn(x, _exp(-x) + 1.0)",
-        "        return x / (_exp(-x) + 1.0)",
+        "        return tl.div_rn(x, exp(-x) + 1.0)",
+        "        return x / (exp(-x) + 1.0)",
         "division or root that is not IEEE's",
     ),
     "narrow offsets": (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import cute_kernels.rowwise.triton as package
-from cute_kernels.rowwise import functions
-from cute_kernels.rowwise.config import LN2
+from cute_kernels.cpu import elementary
 from tests import triton_in_numpy
 from tests.triton_runner import Runner
 
@@ -14,7 +13,7 @@ from tests.triton_runner import Runner
 def _exponentials(monkeypatch) -> None:
     """2^y is rounded once."""
     triton_in_numpy.power_of_two(
-        monkeypatch, lambda y: functions.exp(y.double() * LN2).to(torch.float32)
+        monkeypatch, lambda y: elementary.exp(y.double() * elementary.LN2).to(torch.float32)
     )
 
 

@@ -1,8 +1,8 @@
 """Elementwise functions, row sums, rotary, embedding's gradient and sums of squares in Triton.
 
 For ROCm and for every CUDA device: there is no SM90 kernel of these.  Formulas are those of
-functions.py, in fp32 where it has fp64; the angle of a rotary table and sums of squares are in fp64
-here too.
+cpu/elementary.py, in fp32 where it has fp64; the angle of a rotary table and sums of squares are in
+fp64 here too.
 
 Orders.  A row's sum: lane l adds the columns l + i L, ascending, then half the lanes are added to
 half, by `tl.sum` over an axis of two, which has one result whoever adds it.  An entry's gradient:
@@ -22,155 +22,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...runtime.triton_elementary import activation_slope, activation_value, cos_sin, exp, log
 from ...runtime.triton_sums import lane_sum
-from .. import config
 
-_LOG2E = tl.constexpr(config.LOG2E_FP32[0])
-_LOG2E_LOW = tl.constexpr(config.LOG2E_FP32[1])
-_LN2 = tl.constexpr(config.LN2)
-_NORMAL_SCALE = tl.constexpr(1.0 / config.SQRT_TWO)
-_DENSITY = tl.constexpr(config.DENSITY)
-_GELU_CUBE = tl.constexpr(config.GELU_CUBE)
-_GELU_CUBE_3 = tl.constexpr(3.0 * config.GELU_CUBE)
-_GELU_SCALE_2 = tl.constexpr(2.0 * config.GELU_SCALE)
-_TANH = tl.constexpr(config.TANH[:6])
-_TANH_SMALL = tl.constexpr(config.TANH_SMALL)
-_ERFC = tl.constexpr(config.ERFC_FP32)
-_ERFC_MIDDLE = tl.constexpr(config.ERFC_MIDDLE)
-_LOG_SERIES = tl.constexpr(config.LOG_SERIES)
-_SQRT_HALF = tl.constexpr(config.SQRT_HALF)
-_SIN = tl.constexpr(config.SIN)
-_COS = tl.constexpr(config.COS)
-_PI_0 = tl.constexpr(config.HALF_PI[0])
-_PI_1 = tl.constexpr(config.HALF_PI[1])
-_PI_2 = tl.constexpr(config.HALF_PI[2])
-_QUARTERS = tl.constexpr(1.0 / (config.HALF_PI[0] + config.HALF_PI[1]))
-#: 1.5 · 2^52: adding it rounds what is below 2^51.
-_ROUND = tl.constexpr(6755399441055744.0)
-#: e^110 is inf, and e^-110 is 0, in fp32.
-_FAR = tl.constexpr(110.0)
-#: e^(-x² / 2) is 0 in fp32 beyond it.
-_TAIL = tl.constexpr(20.0)
 _INFINITY = tl.constexpr(float("inf"))
 _UNROLL = tl.constexpr(4)
-
-
-@triton.jit
-def _horner(CONSTANTS: tl.constexpr, COUNT: tl.constexpr, x):
-    series = tl.full(x.shape, CONSTANTS[COUNT - 1], x.dtype)
-    for i in tl.static_range(COUNT - 1):
-        series = series * x + CONSTANTS[COUNT - 2 - i]
-    return series
-
-
-@triton.jit
-def _inverse(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
-
-
-@triton.jit
-def _exp(x):
-    """e^x in fp32; 0 below -110, inf above 110, NaN for NaN."""
-    near = tl.where(x < -_FAR, -_FAR, x)
-    near = tl.where(near > _FAR, _FAR, near)
-    # log2(e) in two parts: the first product's rounding error is kept.
-    high = near * _LOG2E
-    low = tl.fma(near, tl.full(x.shape, _LOG2E, tl.float32), -high) + near * _LOG2E_LOW
-    return tl.exp2(high) * (low * _LN2 + 1.0)
-
-
-@triton.jit
-def _log(x):
-    """ln x of a normal x > 0 in fp64; NaN for NaN."""
-    bits = x.to(tl.int64, bitcast=True)
-    exponent = (bits >> 52) - 1022
-    m = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
-    small = m < _SQRT_HALF
-    m = tl.where(small, m + m, m)
-    exponent = tl.where(small, exponent - 1, exponent)
-    s = (m - 1.0) / (m + 1.0)
-    value = _horner(_LOG_SERIES, 11, s * s) * s + exponent.to(tl.float64) * _LN2
-    return tl.where(x == x, value, x)
-
-
-# ---- functions of one number ---------------------------------------------------------------------
-
-
-@triton.jit
-def _sigmoid(x):
-    return _inverse(_exp(-x) + 1.0)
-
-
-@triton.jit
-def _sigmoid_slope(x):
-    e = _exp(-tl.abs(x))
-    below = e + 1.0
-    return tl.div_rn(e, below * below)
-
-
-@triton.jit
-def _tanh(x):
-    size = tl.abs(x)
-    e = _exp(size * -2.0)
-    far = tl.div_rn(1.0 - e, e + 1.0)
-    far = tl.where(x < 0.0, -far, far)
-    near = tl.where(size < _TANH_SMALL, x, 0.0)
-    return tl.where(size < _TANH_SMALL, _horner(_TANH, 6, near * near) * x, far)
-
-
-@triton.jit
-def _bell(x):
-    """e^(-x² / 2): the rounding error of x² is kept."""
-    near = tl.where(x > _TAIL, _TAIL, tl.where(x < -_TAIL, -_TAIL, x))
-    high = near * near
-    low = tl.fma(near, near, -high)
-    return _exp(high * -0.5) * (low * -0.5 + 1.0)
-
-
-@triton.jit
-def _normal(x):
-    size = tl.abs(x)
-    z = tl.where(size > _TAIL, _TAIL, size) * _NORMAL_SCALE
-    tail = _horner(_ERFC, 13, tl.div_rn(z - _ERFC_MIDDLE, z + _ERFC_MIDDLE))
-    tail = tl.div_rn(tail, z * 2.0 + 1.0) * _bell(x) * 0.5
-    return tl.where(x < 0.0, tail, 1.0 - tail)
-
-
-@triton.jit
-def _twice_u(x):
-    return (x + x * x * x * _GELU_CUBE) * _GELU_SCALE_2
-
-
-@triton.jit
-def _value(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        return tl.div_rn(x, _exp(-x) + 1.0)
-    elif KIND == "gelu":
-        return x * _normal(x)
-    elif KIND == "gelu_tanh":
-        return tl.div_rn(x, _exp(-_twice_u(x)) + 1.0)
-    elif KIND == "sigmoid":
-        return _sigmoid(x)
-    else:
-        tl.static_assert(KIND == "tanh")
-        return _tanh(x)
-
-
-@triton.jit
-def _slope(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        return _sigmoid(x) + x * _sigmoid_slope(x)
-    elif KIND == "gelu":
-        return _normal(x) + x * (_bell(x) * _DENSITY)
-    elif KIND == "gelu_tanh":
-        twice = _twice_u(x)
-        inner = (x * x * _GELU_CUBE_3 + 1.0) * _GELU_SCALE_2
-        return _sigmoid(twice) + x * _sigmoid_slope(twice) * inner
-    elif KIND == "sigmoid":
-        return _sigmoid_slope(x)
-    else:
-        tl.static_assert(KIND == "tanh")
-        return _sigmoid_slope(x * 2.0) * 4.0
 
 
 # ---- elements ------------------------------------------------------------------------------------
@@ -197,7 +53,7 @@ def _stored(ptr, at, value, mask):
 def activation_kernel(x_ptr, out_ptr, N, KIND: tl.constexpr, ELEMENTS: tl.constexpr):
     """out = f(x)."""
     at, mask = _elements(N, ELEMENTS)
-    _stored(out_ptr, at, _value(_loaded(x_ptr, at, mask), KIND), mask)
+    _stored(out_ptr, at, activation_value(_loaded(x_ptr, at, mask), KIND), mask)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -206,7 +62,7 @@ def activation_backward_kernel(
 ):
     """out = f'(x) dy."""
     at, mask = _elements(N, ELEMENTS)
-    slope = _slope(_loaded(x_ptr, at, mask), KIND)
+    slope = activation_slope(_loaded(x_ptr, at, mask), KIND)
     _stored(out_ptr, at, slope * _loaded(dy_ptr, at, mask), mask)
 
 
@@ -216,7 +72,7 @@ def gated_kernel(
 ):
     """out = f(gate) up.  STEPS: f(gate) is rounded, as by an op of its own."""
     at, mask = _elements(N, ELEMENTS)
-    value = _stepped(_value(_loaded(gate_ptr, at, mask), KIND), gate_ptr, STEPS)
+    value = _stepped(activation_value(_loaded(gate_ptr, at, mask), KIND), gate_ptr, STEPS)
     _stored(out_ptr, at, value * _loaded(up_ptr, at, mask), mask)
 
 
@@ -229,7 +85,7 @@ def gated_rows_kernel(x_ptr, out_ptr, N, KIND: tl.constexpr, COLUMNS: tl.constex
     first = row * 2 * N + column
     gate = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + (first + N), mask=mask, other=0.0).to(tl.float32)
-    value = _value(gate, KIND).to(out_ptr.dtype.element_ty).to(tl.float32)
+    value = activation_value(gate, KIND).to(out_ptr.dtype.element_ty).to(tl.float32)
     product = (value * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * N + column, product, mask=mask)
 
@@ -243,8 +99,8 @@ def gated_backward_kernel(
     at, mask = _elements(N, ELEMENTS)
     dy, gate = _loaded(dy_ptr, at, mask), _loaded(gate_ptr, at, mask)
     up = _loaded(up_ptr, at, mask)
-    _stored(d_gate_ptr, at, _slope(gate, KIND) * _product(dy, up, up_ptr, STEPS), mask)
-    _stored(d_up_ptr, at, _stepped(_value(gate, KIND), gate_ptr, STEPS) * dy, mask)
+    _stored(d_gate_ptr, at, activation_slope(gate, KIND) * _product(dy, up, up_ptr, STEPS), mask)
+    _stored(d_up_ptr, at, _stepped(activation_value(gate, KIND), gate_ptr, STEPS) * dy, mask)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -278,7 +134,7 @@ def _row_power(ptr, row, N, stride_m, stride_n, LANES: tl.constexpr):
     total = tl.zeros([LANES], tl.float32)
     for first in range(0, N, LANES):
         x, mask = _columns(ptr, row, N, first, stride_m, stride_n, -_INFINITY, LANES)
-        total += tl.where(mask, _exp(x - top), 0.0)
+        total += tl.where(mask, exp(x - top), 0.0)
     return top, lane_sum(total, LANES)
 
 
@@ -287,13 +143,13 @@ def softmax_kernel(x_ptr, out_ptr, N, stride_m, stride_n, LOG: tl.constexpr, LAN
     """out [M, N] = e^(x - max) / Σ, or x - max - ln Σ; a program a row."""
     row = tl.program_id(0).to(tl.int64)
     top, total = _row_power(x_ptr, row, N, stride_m, stride_n, LANES)
-    log_total = _log(total.to(tl.float64)).to(tl.float32)
+    log_total = log(total.to(tl.float64)).to(tl.float32)
     for first in range(0, N, LANES):
         x, mask = _columns(x_ptr, row, N, first, stride_m, stride_n, 0.0, LANES)
         if LOG:
             y = (x - top) - log_total
         else:
-            y = tl.div_rn(_exp(x - top), tl.zeros([LANES], tl.float32) + total)
+            y = tl.div_rn(exp(x - top), tl.zeros([LANES], tl.float32) + total)
         _stored(out_ptr, row * N + first + tl.arange(0, LANES), y, mask)
 
 
@@ -328,7 +184,7 @@ def log_softmax_backward_kernel(
     for first in range(0, N, LANES):
         dy, mask = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
         x, _ = _columns(x_ptr, row, N, first, x_m, x_n, 0.0, LANES)
-        p = tl.div_rn(_exp(x - top), tl.zeros([LANES], tl.float32) + below)
+        p = tl.div_rn(exp(x - top), tl.zeros([LANES], tl.float32) + below)
         _stored(out_ptr, row * N + first + tl.arange(0, LANES), dy - p * total, mask)
 
 
@@ -352,16 +208,8 @@ def rotary_table_kernel(
     position = tl.load(positions_ptr + row, mask=mask, other=0).to(tl.float64)
     frequency = tl.load(inv_freq_ptr + column, mask=mask, other=0.0).to(tl.float64)
     angle = (position * frequency).to(tl.float32).to(tl.float64)
-    # r = angle - n π / 2, from π / 2 in three parts.
-    n = (angle * _QUARTERS + _ROUND) - _ROUND
-    r = ((angle - n * _PI_0) - n * _PI_1) - n * _PI_2
-    square = r * r
-    sine, cosine = _horner(_SIN, 8, square) * r, _horner(_COS, 9, square)
-    quarter = n.to(tl.int64) & 3
-    odd = (quarter & 1) == 1
-    cos, sin = tl.where(odd, sine, cosine), tl.where(odd, cosine, sine)
-    cos = tl.where((quarter == 1) | (quarter == 2), -cos, cos) * scaling
-    sin = tl.where(quarter >= 2, -sin, sin) * scaling
+    cos, sin = cos_sin(angle)
+    cos, sin = cos * scaling, sin * scaling
     out = row * (2 * F) + column
     _stored(cos_ptr, out, cos.to(tl.float32), mask)
     _stored(cos_ptr, out + F, cos.to(tl.float32), mask)
