@@ -32,6 +32,9 @@ CASES = {
         )[:3],
         (2, 3, 16), (8, 16),
     ),
+    "causal_conv1d_fn": (
+        lambda x, w, b: ck.causal_conv1d_fn(x, w, b, activation="silu"), (2, 16, 3), (16, 4), (16,),
+    ),
     "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
     "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
     "rms_norm, residual": (
@@ -103,3 +106,19 @@ def leaves_of(name: str) -> list[torch.Tensor]:
 def results_of(name: str, leaves) -> list[torch.Tensor]:
     results = CASES[name][0](*leaves)
     return list(results) if isinstance(results, tuple) else [results]
+
+
+def upstream_of(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Random gradients of results."""
+    return [drawn(*t.shape, seed=20 + i, dtype=t.dtype) for i, t in enumerate(results)]
+
+
+def both_passes(name: str, leaves, upstream=None) -> list[torch.Tensor]:
+    """Results and the gradients of all leaves that need one."""
+    out = results_of(name, leaves)
+    upstream = upstream_of(out) if upstream is None else upstream
+    pairs = [pair for pair in zip(out, upstream, strict=True) if pair[0].requires_grad]
+    needed = [t for t in leaves if t.requires_grad]
+    given, upstream = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(given, needed, upstream, materialize_grads=True)
+    return [*(t.detach() for t in out), *grads]

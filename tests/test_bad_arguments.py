@@ -50,6 +50,9 @@ RIGHT = {
         "hidden": ROWS, **HEAD, "bias": t(8), "loss": "grpo", "advantages": t(1, 3),
         "old_logp": t(1, 3), "reference_logp": t(1, 3), "kl_weight": 0.1,
     },
+    "causal_conv1d_fn": {
+        "x": t(2, 16, 5), "weight": t(16, 4), "bias": t(16), "initial_states": t(2, 16, 3),
+    },
     "log_probs": {"logits": t(1, 3, 8), "target": IDS, "temperature": t(1, 3).abs() + 1},
     "rms_norm": {"x": ROWS, "weight": t(16), "residual": ROWS + 1},
     "layer_norm": {"x": ROWS, "weight": t(16), "bias": t(16) + 1, "residual": ROWS + 1},
@@ -162,6 +165,7 @@ MAINS = {
 OF_WEIGHTS = {
     **{op: ("main_grad", ["weight"]) for op in (
         "linear", "grouped_linear", "linear_logp", "rms_norm", "layer_norm", "embedding",
+        "causal_conv1d_fn",
     )},
     "mhc.projection": ("main_grads", ["phi", "norm_weight"]),
     "mhc.scale": ("main_grads", ["alpha", "beta"]),

@@ -52,10 +52,10 @@ def test_the_description_has_no_dead_links():
     assert RELATIVE_LINK.search(readme)
     alone = SETUP["description"](readme, None)
     assert not RELATIVE_LINK.search(alone)
-    assert "the demo (`docs/demo.md`)" in alone and SETUP["urls"](None) == {}
+    assert "Demo (`docs/demo.md`)" in alone and SETUP["urls"](None) == {}
     linked = SETUP["description"](readme, "https://code.example/project")
     assert not RELATIVE_LINK.search(linked)
-    assert "[the demo](https://code.example/project/blob/main/docs/demo.md)" in linked
+    assert "[Demo](https://code.example/project/blob/main/docs/demo.md)" in linked
     assert len(SETUP["urls"]("https://code.example/project")) == 3
 
 

@@ -12,82 +12,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
 from tests.contract import same_bytes
-from tests.mhc import calls as mhc_calls
-from tests.mhc import cases as mhc_cases
-from tests.runtime.cached_calls import drawn
-
-BF16, FP32 = torch.bfloat16, torch.float32
-M, N, K = 6, 24, 40
-OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
-IDS = torch.tensor([3, 1, 3, 0, 9, 1])
-#: Op -> (call of rows x [M, K], a weight and its main_grad; the weight's shape).
-CALLS = {
-    "linear": (lambda x, w, m: ck.linear(x, w, main_grad=m), (N, K)),
-    "linear, tree": (lambda x, w, m: ck.linear(x, w, order="tree", main_grad=m), (N, K)),
-    "grouped_linear": (lambda x, w, m: ck.grouped_linear(x, w, OFFSETS, main_grad=m), (3, N, K)),
-    "linear_logp": (
-        lambda x, w, m: sum(ck.linear_logp(x, w, IDS, return_entropy=True, main_grad=m)), (N, K),
-    ),
-    "embedding": (lambda x, w, m: x * ck.embedding(IDS, w, main_grad=m), (N, K)),
-    "rms_norm": (lambda x, w, m: ck.rms_norm(x, w, main_grad=m), (K,)),
-    "layer_norm": (lambda x, w, m: ck.layer_norm(x, w, main_grad=m), (K,)),
-    "layer_norm, bias": (lambda x, w, m: ck.layer_norm(x, None, w, bias_main_grad=m), (K,)),
-}  # fmt: skip
-#: Those whose operands autocast casts.
-CAST = ("linear", "linear, tree", "grouped_linear", "linear_logp")
-SITE = mhc_calls.case_of(FP32, 2, "cn", K // 2)._replace(m=M)
-
-
-@functools.cache
-def inputs_of(name: str) -> mhc_cases.Inputs:
-    return mhc_calls.inputs_of(name, SITE)
-
-
-def of_site(name: str, weight: str, x: torch.Tensor, w: torch.Tensor, main) -> torch.Tensor:
-    """A function of mhc whose one weight is ``w``; x gives its tokens."""
-    i = inputs_of(name)
-    fields = {weight: w, "f": x[:, : SITE.c] if "f" in mhc_calls.CALLS[name].leaves else i.f}
-    fields["x"] = x.view(M, SITE.c, SITE.n)
-    mains = None if main is None else {weight: main}
-    out = mhc_calls.CALLS[name](i._replace(**fields), SITE, mains)
-    return torch.cat([t.reshape(M, -1) for t in out], 1)
-
-
-for _name in mhc_calls.WEIGHED:
-    for _weight in mhc_calls.CALLS[_name].weights:
-        _shape = getattr(inputs_of(_name), _weight).shape
-        CALLS[f"mhc.{_name}, {_weight}"] = (functools.partial(of_site, _name, _weight), _shape)
-
-
-def parameter(name: str) -> torch.nn.Parameter:
-    """Parameter as Megatron has it: with a main_grad that is not zero, and the flag."""
-    shape = CALLS[name][1]
-    out = torch.nn.Parameter(drawn(*shape, seed=1, dtype=FP32))
-    out.main_grad, out.grad_added_to_main_grad = drawn(*shape, seed=2, dtype=FP32), False
-    return out
-
-
-def rows(dtype: torch.dtype = FP32) -> torch.Tensor:
-    return drawn(M, K, seed=3, dtype=dtype).requires_grad_()
-
-
-def run(name: str, x: torch.Tensor, weight: torch.Tensor, main) -> torch.Tensor:
-    return CALLS[name][0](x, weight, main)
-
-
-def upstream(y: torch.Tensor) -> torch.Tensor:
-    return drawn(*y.shape, seed=4, dtype=y.dtype)
-
-
-def written(name: str) -> torch.Tensor:
-    """The main_grad after a plain backward."""
-    weight = parameter(name)
-    y = run(name, rows(), weight, weight.main_grad)
-    y.backward(upstream(y))
-    return weight.main_grad
+from tests.main_grad_calls import BF16, CALLS, CAST, parameter, rows, run, upstream, written
 
 
 def untouched(name: str, weight: torch.nn.Parameter) -> bool:

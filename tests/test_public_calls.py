@@ -23,30 +23,14 @@ from tests import public_calls
 from tests.contract import ROOT, same_bytes
 from tests.logp.cases import SETTINGS
 from tests.moe import layer
-from tests.public_calls import CASES, SITE, leaves_of, results_of
+from tests.public_calls import CASES, SITE, both_passes, leaves_of, results_of, upstream_of
 from tests.runtime.cached_calls import drawn
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def upstream_of(results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Random gradients of results."""
-    return [drawn(*t.shape, seed=20 + i, dtype=t.dtype) for i, t in enumerate(results)]
-
-
 def differentiable(name: str, leaves) -> list[torch.Tensor]:
     return [t for t in results_of(name, leaves) if t.requires_grad]
-
-
-def both_passes(name: str, leaves, upstream=None) -> list[torch.Tensor]:
-    """Results and the gradients of all leaves that need one."""
-    out = results_of(name, leaves)
-    upstream = upstream_of(out) if upstream is None else upstream
-    pairs = [pair for pair in zip(out, upstream, strict=True) if pair[0].requires_grad]
-    needed = [t for t in leaves if t.requires_grad]
-    given, upstream = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(given, needed, upstream, materialize_grads=True)
-    return [*(t.detach() for t in out), *grads]
 
 
 # ---- a fresh process -----------------------------------------------------------------------------
