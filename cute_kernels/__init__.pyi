@@ -11,6 +11,8 @@ from .about import info as info
 from .gemm.api import linear as linear
 from .gemm.api import matmul as matmul
 from .gemm.api import skinny_linear as skinny_linear
+from .linear_attn.api import causal_conv1d_fn as causal_conv1d_fn
+from .linear_attn.api import causal_conv1d_update as causal_conv1d_update
 from .logp.api import linear_logp as linear_logp
 from .logp.api import linear_policy_loss as linear_policy_loss
 from .logp.api import log_probs as log_probs

@@ -37,6 +37,11 @@ class System:
 SYSTEMS = (
     System("gemm", {"linear": "gemm", "matmul": "gemm", "skinny_linear": "skinny"}, perf="gemm"),
     System(
+        "linear_attn",
+        dict.fromkeys(("causal_conv1d_fn", "causal_conv1d_update"), "causal_conv"),
+        launcher=None,
+    ),
+    System(
         "logp",
         {
             "linear_logp": "logp_states",

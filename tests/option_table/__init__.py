@@ -5,7 +5,7 @@ backward, and returns the largest error of each result in parts of its bound.  I
 backend is in place (`backends`), and `calls` records the arguments that the op was called with.
 """
 
-from tests.option_table import attention, mhc, moe, policy, rows
+from tests.option_table import attention, linear_attn, mhc, moe, policy, rows
 from tests.option_table.calls import Cases
 
 TABLE: dict[str, Cases] = {
@@ -14,4 +14,5 @@ TABLE: dict[str, Cases] = {
     **mhc.TABLE,
     **attention.TABLE,
     **moe.TABLE,
+    **linear_attn.TABLE,
 }

@@ -1,0 +1,1 @@
+"""Linear attention and state spaces (docs/linear_attention.md)."""

@@ -1,0 +1,130 @@
+"""The public functions of linear attention."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from ..runtime import checking
+from . import checks, op
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    activation: str | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    main_grad: torch.Tensor | None = None,
+    bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal depthwise convolution: y[d, t] = act(bias[d] + Σ_w weight[d, w] x[d, t - W + 1 + w]).
+
+    The short convolution before a gated delta rule or a state space, with the names and layouts of
+    the causal-conv1d package.  A row is one chain, the oldest input first, and is rounded once,
+    after the activation: prefill, parts of one, single rows and packs have the same bytes.
+
+    Args:
+        x: [B, D, T]; bf16, fp16 or fp32.  Channel-last memory (rows [B, T, D], transposed) is read
+            where it lies; other strides are copied.
+        weight: [D, W], W from 2 to 4; bf16, fp16 or fp32.
+        bias: [D] or None.
+        initial_states: [sequences, D, W - 1]: the inputs before each sequence's first row, of the
+            dtype of x; None: zeros.
+        return_final_states: Whether to return the last W - 1 inputs of each sequence too.
+        activation: None, "silu" or "swish", which is the same.
+        cu_seqlens: [S + 1], int32 or int64: a pack.  x has B = 1, and sequence s its columns from
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0.
+        main_grad, bias_main_grad: fp32, of the shape of weight and bias, or None.  If given,
+            backward adds the gradient into it in place and ``grad`` stays None, as in `linear`.
+
+    Returns:
+        out [B, D, T] in channel-last memory, the dtype of x; (out, final_states) if these are asked
+        for.
+
+    Guarantees:
+        ``run_to_run``, ``batch_invariant`` for rows of out and dx, and ``schedule_invariant`` on
+        GPUs.  dweight and dbias are summed by chunks of 64 rows of a sequence, added one by one:
+        ``split_invariant`` into ``main_grad`` for micro-batches cut between sequences.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError, AliasError,
+        UnsupportedTransformError, BackendUnavailable: as `linear`.
+
+    Source: Gu and Dao, "Mamba", 2023, section 3.4; the interface of causal-conv1d 1.6.
+
+    Example:
+        >>> x, weight = torch.randn(2, 9, 48).mT, torch.randn(48, 4)  # channel-last
+        >>> whole = ck.causal_conv1d_fn(x, weight, activation="silu")
+        >>> first, state = ck.causal_conv1d_fn(
+        ...     x[..., :5], weight, activation="silu", return_final_states=True
+        ... )
+        >>> last = ck.causal_conv1d_fn(x[..., 5:], weight, None, state, activation="silu")
+        >>> bool((torch.cat([first, last], 2) == whole).all())
+        True
+    """
+    if others:
+        names = {"seq_idx": "no seq_idx (packs: cu_seqlens=)"}
+        checking.no_other_arguments("causal_conv1d_fn", others, names)
+    silu = checks.activation(activation)
+    checking.flag("return_final_states", return_final_states)
+    rows = op.causal_conv(
+        x, weight, bias, initial_states, cu_seqlens, main_grad, bias_main_grad, silu
+    )
+    out = rows.transpose(1, 2)
+    if not return_final_states:
+        return out
+    return out, op.final_states(x, initial_states, cu_seqlens, weight.shape[1] - 1)
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> torch.Tensor:
+    """The next rows of `causal_conv1d_fn`, whose earlier inputs are in ``conv_state``.
+
+    Args:
+        x: [B, D], or [B, D, T] for T rows of each sequence.
+        conv_state: [slots, D, L], L at least W - 1, the dtype of x: the last inputs of each
+            sequence, the newest last.  Written in place: x is appended.
+        weight, bias, activation: As in `causal_conv1d_fn`.
+        conv_state_indices: [B], int32 or int64: the slot of each sequence, each one once; None:
+            sequence b has slot b.
+
+    Returns:
+        out, the shape and dtype of x, with the bytes of `causal_conv1d_fn` for the whole sequence.
+
+    Guarantees, Raises: as `causal_conv1d_fn`.  Not differentiable.
+
+    Source: the interface of causal-conv1d 1.6.
+
+    Example:
+        >>> state, weight = torch.zeros(2, 48, 3), torch.randn(48, 4)
+        >>> ck.causal_conv1d_update(torch.randn(2, 48), state, weight).shape
+        torch.Size([2, 48])
+        >>> state[..., :2].abs().max().item(), bool(state[..., 2].any())
+        (0.0, True)
+    """
+    if others:
+        names = {"cache_seqlens": "no cache_seqlens (a state holds the newest input last)"}
+        checking.no_other_arguments("causal_conv1d_update", others, names)
+    rows = x[..., None] if x.dim() == 2 else x
+    checks.conv_state(conv_state, rows, weight.shape[1])
+    with torch.no_grad():
+        slots = slice(x.shape[0]) if conv_state_indices is None else conv_state_indices.long()
+        state = conv_state[slots]
+        tail = weight.shape[1] - 1
+        initial = state[..., state.shape[2] - tail :]
+        out = causal_conv1d_fn(rows, weight, bias, initial, activation=activation)
+        conv_state[slots] = torch.cat([state, rows], 2)[..., -conv_state.shape[2] :]
+    return out[..., 0] if x.dim() == 2 else out

@@ -1,0 +1,44 @@
+"""Every constant that the bits of linear attention depend on, and the guarantees it keeps.
+
+A sequence is cut into chunks of rows at absolute positions, counted from its first row: packs,
+batches and padding do not move them.  What is summed over rows is summed by chunk, rows ascending,
+and chunks are added one by one, sequences and chunks ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .. import arch
+from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+from ..cpu import elementary
+from .triton.plan import TRITON
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Rows of a chunk of the convolution's sums over rows.
+CONV_CHUNK = 64
+#: Rows that the convolution reads: the row itself and those before it.
+CONV_WIDTHS = (2, 3, 4)
+
+_KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
+#: Backend -> what the convolution keeps.
+CONV_KEPT: Mapping[str, frozenset[str]] = {
+    arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
+    arch.CPU: _KEPT,
+}
+
+
+def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the convolution's contract id covers."""
+    common: dict[str, object] = {
+        "row": "bias, then one multiply-add a tap, the oldest row first; SiLU; one rounding",
+        "gradient of a row": "one multiply-add a tap, the next row first; one rounding",
+        "chunk": CONV_CHUNK,
+    }
+    if backend == arch.CPU:
+        return common | {"inside": "fp64", "exp2": elementary.EXP2}
+    exp2 = "v_exp_f32" if device.arch.startswith("gfx") else "ex2.approx.ftz"
+    constants = {"log2(e)": elementary.LOG2E_FP32, "exp2": exp2}
+    return common | constants | {"inside": "fp32", "fp_fusion": TRITON.fp_fusion}

@@ -1,0 +1,131 @@
+"""CPU backend: fp64 inside, one IEEE operation at a time, one rounding at the end.
+
+No bit depends on how many sequences there are, on threads, or on where a vector register ends:
+every operation is elementwise, and sums are chains in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cpu import elementary
+from ..cpu.ieee import ieee
+from .config import CONV_CHUNK
+from .tensors import Sequences
+
+
+def conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    sequences: Sequences,
+    silu: bool,
+) -> torch.Tensor:
+    """Causal depthwise convolution of rows x [N, D] with weight [D, W]; contiguous [N, D].
+
+    Rows that belong to no sequence are 0.
+    """
+    out = torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    with ieee():
+        for s, (first, end) in enumerate(sequences.bounds()):
+            pre = _preactivation(_with_tail(x, initial, s, first, end, weight), weight, bias)
+            out[first:end] = elementary.value("silu", pre) if silu else pre
+    return out
+
+
+def conv_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    sequences: Sequences,
+    silu: bool,
+    sums: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (dx [N, D], d_initial), and add dweight and dbias onto ``sums``: fp32 [D, W], [D]."""
+    dx = torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    d_initial = None if initial is None else torch.zeros_like(initial)
+    with ieee():
+        for s, (first, end) in enumerate(sequences.bounds()):
+            rows = _with_tail(x, initial, s, first, end, weight)
+            slope = dy[first:end].double()
+            if silu:
+                slope = elementary.derivative("silu", _preactivation(rows, weight, bias)) * slope
+            gradient = _gradient_of_rows(slope, weight)
+            tail = weight.shape[1] - 1
+            dx[first:end] = gradient[tail:]
+            if d_initial is not None:
+                d_initial[s] = gradient[:tail].mT
+            _add_sums(rows, slope, sums)
+    return dx, d_initial
+
+
+def _with_tail(
+    x: torch.Tensor,
+    initial: torch.Tensor | None,
+    sequence: int,
+    first: int,
+    end: int,
+    weight: torch.Tensor,
+) -> torch.Tensor:
+    """Rows of a sequence behind the W - 1 before them, which are zeros without an initial state."""
+    tail = weight.shape[1] - 1
+    rows = torch.zeros(tail + end - first, x.shape[1], dtype=torch.float64, device="cpu")
+    if initial is not None:
+        rows[:tail] = initial[sequence].mT
+    rows[tail:] = x[first:end]
+    return rows
+
+
+def _preactivation(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """bias + Σ_w weight[:, w] row(t - W + 1 + w), the oldest row first; fp64."""
+    length = rows.shape[0] - weight.shape[1] + 1
+    total = torch.zeros(length, rows.shape[1], dtype=torch.float64, device="cpu")
+    if bias is not None:
+        total += bias.double()
+    for w, factor in enumerate(weight.double().unbind(1)):
+        total += rows[w : w + length] * factor
+    return total
+
+
+def _gradient_of_rows(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Gradient of the rows and of the W - 1 before them: Σ_w slope(t + W - 1 - w) weight[:, w].
+
+    A row's own slope comes first, then those of the rows behind it.
+    """
+    width, length = weight.shape[1], slope.shape[0]
+    total = torch.zeros(length + width - 1, slope.shape[1], dtype=torch.float64, device="cpu")
+    for w in reversed(range(width)):
+        total[w : w + length] += slope * weight[:, w].double()
+    return total
+
+
+def _add_sums(
+    rows: torch.Tensor,
+    slope: torch.Tensor,
+    sums: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Add a sequence's dweight and dbias, chunk by chunk, each summed row by row in fp64."""
+    into, of_bias = sums
+    for start in range(0, slope.shape[0], CONV_CHUNK):
+        chunk = slope[start : start + CONV_CHUNK]
+        if into is not None:
+            for w in range(into.shape[1]):
+                products = rows[start + w : start + w + len(chunk)] * chunk
+                into[:, w] += _chain(products).float()
+        if of_bias is not None:
+            of_bias += _chain(chunk).float()
+
+
+def _chain(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Sum of rows, ascending."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    return total

@@ -1,0 +1,212 @@
+"""The torch ops of linear attention: schemas, fakes, autograd.
+
+    causal_conv           rows [B, T, D] of x [B, D, T]: convolution, bias, SiLU
+    causal_conv_backward  (dx [B, T, D], dweight, dbias, d_initial)
+
+A gradient that goes to its main_grad, or that nobody needs, is empty.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import contracts
+from ..arch import CPU, TRITON
+from ..errors import UnsupportedTransformError
+from ..runtime import dispatch
+from ..runtime import main_grad as destination
+from ..runtime.dispatch import Implementation
+from ..runtime.plan_cache import Plan
+from ..runtime.torch_ops import define_op, refuse_vmap
+from . import checks, config
+from .tensors import Sequences
+
+_DTYPES = frozenset(config.DTYPE_NAMES)
+
+for _function in ("conv", "conv_backward"):
+    dispatch.register(
+        f"causal_{_function}",
+        {
+            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", _DTYPES),
+            CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
+        },
+        contract="causal_conv1d_fn",
+    )
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> str:
+    return dispatch.backend("causal_conv", device, dtype)
+
+
+for _name in ("causal_conv1d_fn", "causal_conv1d_update"):
+    contracts.register(contracts.Contract(_name, config.CONV_KEPT, config.conv_facts, _backend))
+
+
+def _check(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
+    checks.conv(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu)
+
+
+def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
+    # Memory of main_grads, and what reduces their parameters, is in no signature.
+    return main_grad is not None or bias_main_grad is not None
+
+
+def _sequences(x: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
+    batch, _, length = x.shape
+    return Sequences(batch * length, length if offsets is None else 0, offsets)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [B, D, T] as rows [B T, D]: a view of channel-last memory, else a copy."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1])
+
+
+def _fake(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+
+
+def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
+    if not x.numel():
+        return Plan(_fake, cacheable=False)
+    launch = dispatch.launcher("causal_conv", x.device, x.dtype)
+
+    def run(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
+        read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
+        _check_aliases(main_grad, bias_main_grad, **read)
+        y = launch(_rows(x), weight, bias, initial, _sequences(x, offsets), silu)
+        return y.view(x.shape[0], x.shape[2], x.shape[1])
+
+    return Plan(run)
+
+
+def _check_aliases(main_grad, bias_main_grad, **read):
+    """Check that backward can add into both main_grads: neither aliases an operand or the other."""
+    if main_grad is not None:
+        destination.check_no_alias(main_grad, bias_main_grad=bias_main_grad, **read)
+    if bias_main_grad is not None:
+        destination.check_no_alias(bias_main_grad, "bias_main_grad", **read)
+
+
+def _fake_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
+    empty, (of_x, of_weight, of_bias, of_initial) = x.new_empty(0), needs
+    return (
+        dy.new_empty(dy.shape) if of_x else empty,
+        weight.new_empty(weight.shape) if of_weight and main_grad is None else empty,
+        bias.new_empty(bias.shape) if of_bias and bias_main_grad is None else x.new_empty(0),
+        initial.new_empty(initial.shape) if of_initial else x.new_empty(0),
+    )
+
+
+def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
+    if not x.numel():
+        return Plan(_run_backward_of_nothing, cacheable=False)
+    launch = dispatch.launcher("causal_conv_backward", x.device, x.dtype)
+
+    def run(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
+        _check_aliases(main_grad, bias_main_grad, dy=dy)
+        of_x, of_weight, of_bias, of_initial = needs
+        sums = (
+            _sum_of(weight, main_grad) if of_weight else None,
+            _sum_of(bias, bias_main_grad) if of_bias else None,
+        )
+        rows = dy.reshape(-1, dy.shape[2])
+        operands = rows, _rows(x), weight, bias, initial, _sequences(x, offsets), silu
+        dx, d_initial = launch(*operands, sums)
+        d_weight, d_bias = (
+            None if total is None or given is not None else total.to(like.dtype)
+            for total, given, like in zip(
+                sums, (main_grad, bias_main_grad), (weight, bias), strict=True
+            )
+        )
+        results = (dx.view(dy.shape) if of_x else None), d_weight, d_bias
+        results = *results, d_initial if of_initial else None
+        return tuple([x.new_empty(0) if t is None else t for t in results])
+
+    return Plan(run)
+
+
+def _sum_of(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 tensor that a gradient is added to."""
+    if main_grad is not None:
+        return main_grad
+    return parameter.new_zeros(parameter.shape, dtype=torch.float32)
+
+
+def _run_backward_of_nothing(dy, *args):
+    dx, *sums = _fake_backward(dy, *args)
+    return dx, *(t.zero_() for t in sums)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, bias, initial, offsets, main_grad, bias_main_grad, ctx.silu = inputs
+    ctx.save_for_backward(x, weight, bias, initial, offsets)
+    # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
+    ctx.main_grads = {1: main_grad, 2: bias_main_grad}
+
+
+def _backward(ctx, dy):
+    if torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.causal_conv1d_fn: double backward (create_graph=True) is not available"
+        )
+    x, weight, bias, initial, offsets = ctx.saved_tensors
+    inputs = x, weight, bias, initial, offsets
+    targets = destination.targets(ctx, inputs, ctx.main_grads, (dy,))
+    of_weight, of_bias = targets[1], targets[2]
+    wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
+    into = [t.into for t in (of_weight, of_bias)]
+    needs = [ctx.needs_input_grad[0], *wanted, ctx.needs_input_grad[3]]
+    results = causal_conv_backward(dy, x, weight, bias, initial, offsets, *into, ctx.silu, needs)
+    dx, d_weight, d_bias, d_initial = results
+    for target in (of_weight, of_bias):
+        if target.wanted:
+            target.written()
+    return (
+        dx.transpose(1, 2) if needs[0] else None,
+        d_weight if of_weight.returned else None,
+        d_bias if of_bias.returned else None,
+        d_initial if needs[3] else None,
+        None, None, None, None,
+    )  # fmt: skip
+
+
+_OPERANDS = "Tensor weight, Tensor? bias, Tensor? initial, Tensor? offsets"
+_vmap = refuse_vmap("causal_conv1d_fn", "is not supported; the batch dimension of x does the same")
+causal_conv = define_op(
+    f"causal_conv(Tensor x, {_OPERANDS}, Tensor? main_grad, Tensor? bias_main_grad, bool silu) "
+    "-> Tensor",
+    check=_check,
+    check_each=_check_each,
+    plan=_plan,
+    fake=_fake,
+    setup=_setup,
+    backward=_backward,
+    vmap=_vmap,
+)
+causal_conv_backward = define_op(
+    f"causal_conv_backward(Tensor dy, Tensor x, {_OPERANDS}, Tensor(a!)? main_grad, "
+    "Tensor(b!)? bias_main_grad, bool silu, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    plan=_plan_backward,
+    fake=_fake_backward,
+    vmap=_vmap,
+)
+
+
+def final_states(
+    x: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    tail: int,
+) -> torch.Tensor:
+    """The last ``tail`` inputs of each sequence [S, D, tail], older ones from ``initial`` or 0."""
+    batch, channels, length = x.shape
+    count = batch if offsets is None else offsets.shape[0] - 1
+    before = x.new_zeros(count, channels, tail) if initial is None else initial
+    if offsets is None or not length:
+        return torch.cat([before, x[:count] if length else before], 2)[:, :, -tail:]
+    first, end = offsets[:-1, None], offsets[1:, None]
+    row = end - tail + torch.arange(tail, device=x.device)
+    inside = row >= first
+    last = x[0].index_select(1, row.clamp(min=0).flatten()).view(channels, -1, tail).transpose(0, 1)
+    older = (row - first + tail).clamp(0, tail - 1)[:, None].expand_as(before)
+    return torch.where(inside[:, None], last, before.gather(2, older))

@@ -1,0 +1,65 @@
+"""Sequences of a batch or of a pack, and the chunks that they are cut into."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ArgumentValueError, expected
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where the sequences among N rows begin: a batch of equal lengths, or a pack.
+
+    Attributes:
+        rows: N; those of a pack that lie behind its last sequence belong to none.
+        length: Rows of each sequence of a batch; 0 of a pack.
+        offsets: [S + 1], int32 or int64, the rows at which sequences of a pack begin and the last
+            one ends; None of a batch.
+    """
+
+    rows: int
+    length: int
+    offsets: torch.Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        if self.offsets is not None:
+            return self.offsets.shape[0] - 1
+        return self.rows // self.length if self.length else 0
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """(first row, end) of each sequence; reads the offsets on the host.
+
+        Raises:
+            ArgumentValueError: the offsets do not ascend from 0 to at most N.
+        """
+        if self.offsets is None:
+            return [(i * self.length, (i + 1) * self.length) for i in range(self.count)]
+        offsets = self.offsets.tolist()
+        if offsets != sorted(offsets) or offsets[0] != 0 or offsets[-1] > self.rows:
+            want = f"numbers that ascend from 0 to at most {self.rows}, the T of x"
+            raise ArgumentValueError(expected("cu_seqlens", want, offsets))
+        return list(itertools.pairwise(offsets))
+
+    def chunks(self, size: int) -> list[tuple[int, int]]:
+        """(first row, end) of each chunk of ``size`` rows, sequences and chunks ascending."""
+        return [
+            (row, min(row + size, end))
+            for first, end in self.bounds()
+            for row in range(first, end, size)
+        ]
+
+    def slots(self, size: int) -> int:
+        """Number of programs that a grid needs for all chunks, whatever the offsets say.
+
+        Chunk c of sequence s of a pack has slot offsets[s] // size + s + c; those that no chunk has
+        do nothing, and the last sequence's are followed by the rows that belong to none.
+        """
+        if self.offsets is None:
+            return self.count * -(-self.length // size)
+        return self.rows // size + self.count + 1

@@ -1,0 +1,124 @@
+"""Launch the Triton kernels of linear attention: outputs, operands in their layout, grids.
+
+Each function has the name and the result of one in cpu.py, runs on the device of its first tensor
+and its current stream, and compiles at its first launch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...log import contiguous
+from ...runtime.triton_products import cdiv
+from ..config import CONV_CHUNK
+from ..tensors import Sequences
+from . import kernel as kernels
+from .plan import TRITON
+
+_ROWS = "a last stride of 1, the others without gaps"
+
+
+def conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    sequences: Sequences,
+    silu: bool,
+) -> torch.Tensor:
+    """Triton implementation of `cpu.conv`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    operands = _operands(x, weight, bias, initial, sequences)
+    grid = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
+    with torch.cuda.device(x.device):
+        kernels.conv_kernel[grid](
+            *operands,
+            out,
+            *_sizes(x, sequences),
+            **_options(weight, silu),
+            ROWS=TRITON.conv_rows,
+            CHANNELS=TRITON.conv_channels,
+        )
+    return out
+
+
+def conv_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    sequences: Sequences,
+    silu: bool,
+    sums: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Triton implementation of `cpu.conv_backward`."""
+    dy = contiguous("causal_conv", "dy", dy, _ROWS)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_initial = (
+        None if initial is None else torch.empty(initial.shape, dtype=x.dtype, device=x.device)
+    )
+    operands, sizes = (dy, *_operands(x, weight, bias, initial, sequences)), _sizes(x, sequences)
+    options, channels = _options(weight, silu), x.shape[1]
+    with torch.cuda.device(x.device):
+        grid = sequences.slots(TRITON.conv_rows), cdiv(channels, TRITON.conv_channels)
+        kernels.conv_gradient_kernel[grid](
+            *operands, dx, *sizes, **options,
+            ROWS=TRITON.conv_rows, CHANNELS=TRITON.conv_channels,
+        )  # fmt: skip
+        if d_initial is not None:
+            grid = sequences.count, cdiv(channels, TRITON.conv_channels)
+            kernels.conv_initial_gradient_kernel[grid](
+                *operands, d_initial, *sizes, **options, CHANNELS=TRITON.conv_channels
+            )
+        if sums != (None, None):
+            _add_sums(operands, sizes, options, sequences, sums)
+    return dx, d_initial
+
+
+def _add_sums(operands, sizes, options, sequences: Sequences, sums) -> None:
+    """Add dweight and dbias onto ``sums``, chunk by chunk."""
+    x, width, slots = operands[1], options["WIDTH"], sequences.slots(CONV_CHUNK)
+    channels = x.shape[1]
+    parts = x.new_empty(slots, width + 1, channels, dtype=torch.float32)
+    blocks = cdiv(channels, TRITON.sum_channels)
+    kernels.conv_sums_kernel[(slots, blocks)](
+        *operands, parts, *sizes, **options, ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels
+    )
+    for into, taps, first in zip(sums, (width, 1), (0, width), strict=True):
+        if into is None:
+            continue
+        dense = into if into.is_contiguous() else into.contiguous()
+        kernels.add_sums_kernel[(blocks, taps)](
+            parts, dense, slots, channels, taps,
+            ROW=first, EACH=width + 1, CHANNELS=TRITON.sum_channels,
+            num_warps=TRITON.num_warps, enable_fp_fusion=TRITON.fp_fusion,
+        )  # fmt: skip
+        if dense is not into:
+            into.copy_(dense)
+
+
+def _operands(x, weight, bias, initial, sequences: Sequences) -> tuple:
+    if x.stride(1) != 1:
+        x = contiguous("causal_conv", "x", x, _ROWS)
+    return (
+        x,
+        contiguous("causal_conv", "weight", weight, _ROWS),
+        None if bias is None else contiguous("causal_conv", "bias", bias, _ROWS),
+        None if initial is None else contiguous("causal_conv", "initial_states", initial, _ROWS),
+        None if sequences.offsets is None else sequences.offsets.contiguous(),
+    )
+
+
+def _sizes(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
+    stride = x.stride(0) if x.stride(1) == 1 else x.shape[1]
+    return x.shape[0], sequences.length, sequences.count, x.shape[1], stride
+
+
+def _options(weight: torch.Tensor, silu: bool) -> dict[str, int | bool]:
+    return {
+        "WIDTH": weight.shape[1],
+        "SILU": silu,
+        "num_warps": TRITON.num_warps,
+        "enable_fp_fusion": TRITON.fp_fusion,
+    }

@@ -1,0 +1,222 @@
+"""The convolution's Triton kernels: their sm_90 code in ptxsim, their source in the interpreter.
+
+What an engine is, and what a row of a table: tests/triton_runner.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from cute_kernels.linear_attn import cpu
+from cute_kernels.linear_attn.triton import launch as launcher
+from tests.contract import same_bytes
+from tests.runtime.cached_calls import drawn
+from tests.triton_runner import (
+    ENGINES,
+    INTERPRETER,
+    LATE,
+    SM90,
+    TARGETS,
+    case,
+    complaints,
+    device_guard,  # noqa: F401  (a fixture)
+    mutants,
+)
+
+from .cases import BF16, CASES, FP32, Case, Operands, operands
+from .triton_engine import RUNNER
+
+pytestmark = pytest.mark.simulates("linear_attn.triton")
+
+
+def run(launch, given: Case, o: Operands, sums=None) -> list[torch.Tensor]:
+    """Results of both passes: y, dx, dweight, dbias, and d_initial if there are states."""
+    operands_ = o.x, o.weight, o.bias, o.initial, given.sequences, given.silu
+    if sums is None:
+        sums = torch.zeros(o.weight.shape), torch.zeros(given.channels)
+    y = launch.conv(*operands_)
+    dx, d_initial = launch.conv_backward(o.dy, *operands_, sums)
+    return [y, dx, *sums, *([] if d_initial is None else [d_initial])]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, eps: float) -> bool:
+    scale = expected.double().abs().max() if expected.numel() else 0
+    return bool(((actual.double() - expected.double()).abs() <= eps * (scale + 1e-9)).all())
+
+
+def values(launch, name: str) -> None:
+    """Both passes against the CPU backend, which test_conv.py holds to float64."""
+    given, o = CASES[name], operands(CASES[name])
+    eps = torch.finfo(given.dtype).eps
+    y, dx, *sums = run(launch, given, o)
+    want_y, want_dx, *want_sums = run(cpu, given, o)
+    assert close(y, want_y, max(eps / 2, 1e-6)) and close(dx, want_dx, max(eps / 2, 1e-6))
+    bounds = 1e-6, 1e-6, max(eps / 2, 1e-6)
+    assert all(map(close, sums, want_sums, bounds[: len(sums)]))
+
+
+def neighbours(launch, lengths: tuple[int, ...], behind: int) -> None:
+    """A sequence of a pack has the bytes that it has alone; what is behind the pack is 0."""
+    pack = Case(lengths, behind=behind)
+    o = operands(pack)
+    y, dx, _, _, d_initial = run(launch, pack, o)
+    for s, (first, end) in enumerate(pack.sequences.bounds()):
+        if end == first:
+            continue
+        rows = slice(first, end)
+        part = o._replace(x=o.x[rows], dy=o.dy[rows], initial=o.initial[s : s + 1])
+        alone = run(launch, Case((end - first,), batch=1), part)
+        assert same_bytes(alone[0], y[rows]) and same_bytes(alone[1], dx[rows])
+        assert same_bytes(alone[4][0], d_initial[s])
+    for t in (y, dx):
+        assert not t[sum(lengths) :].view(torch.int16).any()
+
+
+def nan_neighbours(launch) -> None:
+    """Rows behind the pack, and another sequence's, may be NaN."""
+    pack = Case((66, 2), behind=2)
+    o = operands(pack)
+    want = run(launch, pack, o)
+    x, dy, initial = o.x.clone(), o.dy.clone(), o.initial.clone()
+    x[66:], dy[66:], initial[1] = float("nan"), float("nan"), float("nan")
+    got = run(launch, pack, o._replace(x=x, dy=dy, initial=initial))
+    assert same_bytes(got[0][:66], want[0][:66]) and same_bytes(got[1][:66], want[1][:66])
+    assert same_bytes(got[4][0], want[4][0])
+
+
+def split(launch, dtype: torch.dtype) -> None:
+    """main_grads of one micro-batch, and of one for each sequence: the same bytes."""
+    pack = Case((70, 3, 64), dtype=dtype)
+    o = operands(pack)
+    mains = [(drawn(40, 4, seed=7, dtype=FP32), drawn(40, seed=8, dtype=FP32)) for _ in "ab"]
+    run(launch, pack, o, mains[0])
+    for s, (first, end) in enumerate(pack.sequences.bounds()):
+        part = o._replace(x=o.x[first:end], dy=o.dy[first:end], initial=o.initial[s : s + 1])
+        run(launch, Case((end - first,), dtype=dtype), part, mains[1])
+    assert all(map(same_bytes, *mains))
+
+
+def zeros_keep_their_sign(launch) -> None:
+    """A main_grad of -0 stays -0 where nothing is added: slots without rows add nothing."""
+    pack = Case((0, 0), channels=8)
+    o = operands(pack._replace(behind=2))
+    mains = torch.full((8, 4), -0.0), torch.full((8,), -0.0)
+    run(launch, pack._replace(behind=2), o, mains)
+    assert all(t.view(torch.int32).eq(-(2**31)).all() for t in mains)
+
+
+CHECKS = [
+    *(case(engine, values, name) for engine, name in itertools.product(ENGINES, CASES)),
+    *(
+        case(engine, neighbours, lengths, behind)
+        for engine in ENGINES
+        for lengths, behind in (((5, 0, 66, 1), 3), ((32, 64), 0), ((1, 1, 1), 40))
+    ),
+    *(case(engine, nan_neighbours) for engine in ENGINES),
+    *(case(engine, split, dtype) for engine, dtype in itertools.product(ENGINES, (BF16, FP32))),
+    *(case(engine, zeros_keep_their_sign) for engine in ENGINES),
+    case(SM90, values, "pack", **LATE),
+]
+
+
+@pytest.mark.parametrize(("engine", "check", "options"), CHECKS)
+def test_values(engine, check, options):
+    with RUNNER.running(engine, **options) as launch:
+        check(launch)
+
+
+PACK = INTERPRETER, neighbours, (5, 0, 66, 1), 3
+MUTANTS = {
+    "rows_of_the_sequence_before": (
+        *(INTERPRETER, values, "batch, two chunks"),
+        (
+            "inside = (row >= first) & (row < end)\n",
+            "inside = (row >= 0) & (row < end)\n",
+        ),
+    ),
+    "the_last_slope_first": (
+        *(INTERPRETER, values, "batch"),
+        (
+            "of_row, _tap(weight_ptr, channel, WIDTH - 1 - i",
+            "of_row, _tap(weight_ptr, channel, i",
+        ),
+    ),
+    "another_sequences_state": (
+        *PACK,
+        (
+            "at = (sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]\n        state",
+            "at = channel[None, :] * (WIDTH - 1) + place[:, None]\n        state",
+        ),
+    ),
+    "chunks_of_the_pack": (
+        *(INTERPRETER, split, FP32),
+        (
+            "return low, first, end, first + chunk * ROWS",
+            "return low, first, end, tl.maximum(first, (first // ROWS + chunk) * ROWS)",
+        ),
+    ),
+    "nothing_is_plus_0": (
+        *(INTERPRETER, zeros_keep_their_sign),
+        (
+            "tl.where((sequence < SEQUENCES) & (start < end), total, nothing)",
+            "tl.where((sequence < SEQUENCES) & (start < end), total, 0.0)",
+        ),
+    ),
+    "what_is_behind_is_a_sequence": (
+        *(INTERPRETER, neighbours, (5, 66), 3),
+        (
+            "y = tl.where(sequence < SEQUENCES, y, 0.0)",
+            "y = y + 0.0",
+        ),
+    ),
+    "newest_first": (
+        *(INTERPRETER, values, "batch"),
+        (
+            "initial_ptr, row - (WIDTH - 1) + w,",
+            "initial_ptr, row - w,",
+        ),
+    ),
+    "no_silu_in_the_gradient": (
+        *(INTERPRETER, values, "batch"),
+        (
+            'dy = activation_slope(pre, "silu") * dy',
+            "dy = dy + 0.0 * pre",
+        ),
+    ),
+    "no_bias_in_the_sums": (
+        *(INTERPRETER, values, "batch"),
+        (
+            "tl.where((tap == WIDTH)[:, None], 1.0, rows)",
+            "tl.where((tap == WIDTH)[:, None], 0.0, rows)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("engine", "check", "edits"), mutants(MUTANTS))
+def test_killed(engine, check, edits):
+    RUNNER.kill(engine, check, *edits)
+
+
+def everything(given: Case):
+    def call() -> None:
+        run(launcher, given, operands(given))
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["batch", "pack", "plain"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_code(target, name):
+    """No atomics, nothing fused, IEEE divisions, offsets of 64 bits, for every target."""
+    kernels = RUNNER.compiled(target, everything(CASES[name]))
+    assert {kernel.name: complaints(kernel) for kernel in kernels} == {
+        kernel.name: [] for kernel in kernels
+    }
+    assert len(kernels) >= 4

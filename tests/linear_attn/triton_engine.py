@@ -1,0 +1,18 @@
+"""Runner of the Triton kernels of linear attention."""
+
+from __future__ import annotations
+
+import cute_kernels.linear_attn.triton as package
+from tests.triton_runner import Runner
+
+RUNNER = Runner(
+    package,
+    {
+        "conv_kernel": ("out_ptr",),
+        "conv_gradient_kernel": ("dx_ptr",),
+        "conv_initial_gradient_kernel": ("d_initial_ptr",),
+        "conv_sums_kernel": ("sums_ptr",),
+        "add_sums_kernel": ("into_ptr",),
+    },
+)
+RUNNERS = (RUNNER,)
