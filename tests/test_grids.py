@@ -104,6 +104,9 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
+    from cute_kernels.linear_attn.config import MAX_CHANNELS
+    from cute_kernels.linear_attn.tensors import Sequences
+    from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
 
@@ -112,13 +115,18 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        for module in (routing, rowwise):
+        for module in (linear_attn, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
         routing.gather(y, offsets, positions[0], positions)
         routing.combine(rows, None, offsets, positions)
         routing.combine_backward(y, rows, positions.float(), offsets, positions[0], positions)
         rowwise.gated_rows(_meta(3, 2 * wide), "silu")
+        pack, weight = _meta(3, MAX_CHANNELS), _meta(MAX_CHANNELS, 4)
+        operands = pack, weight, None, _meta(1, MAX_CHANNELS, 3), Sequences(3, 3, None), True
+        linear_attn.conv(*operands, pack)
+        sums = _meta(MAX_CHANNELS, 4, dtype=torch.float32), None
+        linear_attn.conv_backward(pack, *operands, sums, pack)
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

@@ -73,10 +73,9 @@ def causal_conv1d_fn(
         checking.no_other_arguments("causal_conv1d_fn", others, names)
     silu = checks.activation(activation)
     checking.flag("return_final_states", return_final_states)
-    rows = op.causal_conv(
+    out = op.causal_conv(
         x, weight, bias, initial_states, cu_seqlens, main_grad, bias_main_grad, silu
     )
-    out = rows.transpose(1, 2)
     if not return_final_states:
         return out
     return out, op.final_states(x, initial_states, cu_seqlens, weight.shape[1] - 1)

@@ -7,7 +7,7 @@ import torch
 from ..errors import ArgumentValueError, DtypeError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import CONV_WIDTHS
+from .config import CONV_WIDTHS, MAX_CHANNELS
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -27,6 +27,8 @@ def conv(
     checking.supported("causal_conv1d_fn", x.device)
     checking.operand("weight", weight, "[D, W]")
     batch, channels, _ = x.shape
+    if channels > MAX_CHANNELS:
+        raise ShapeError(expected("x", f"a D of at most {MAX_CHANNELS}", channels))
     if weight.shape[0] != channels or weight.shape[1] not in CONV_WIDTHS:
         widths = ", ".join(map(str, CONV_WIDTHS))
         want = f"shape [{channels}, W], D of x, W one of {widths}"

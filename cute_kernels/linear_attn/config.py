@@ -21,6 +21,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 CONV_CHUNK = 64
 #: Rows that the convolution reads: the row itself and those before it.
 CONV_WIDTHS = (2, 3, 4)
+#: Channels, at most: blocks of 64 of them lie along a dimension of a grid.
+MAX_CHANNELS = 65535 * 64
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what the convolution keeps.

@@ -23,17 +23,17 @@ def conv(
     initial: torch.Tensor | None,
     sequences: Sequences,
     silu: bool,
-) -> torch.Tensor:
-    """Causal depthwise convolution of rows x [N, D] with weight [D, W]; contiguous [N, D].
+    out: torch.Tensor,
+) -> None:
+    """Write the causal depthwise convolution of rows x [N, D] with weight [D, W] to out [N, D].
 
     Rows that belong to no sequence are 0.
     """
-    out = torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    out.zero_()
     with ieee():
         for s, (first, end) in enumerate(sequences.bounds()):
             pre = _preactivation(_with_tail(x, initial, s, first, end, weight), weight, bias)
             out[first:end] = elementary.value("silu", pre) if silu else pre
-    return out
 
 
 def conv_backward(
@@ -45,9 +45,10 @@ def conv_backward(
     sequences: Sequences,
     silu: bool,
     sums: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (dx [N, D], d_initial), and add dweight and dbias onto ``sums``: fp32 [D, W], [D]."""
-    dx = torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    dx: torch.Tensor,
+) -> torch.Tensor | None:
+    """Write dx [N, D], add dweight and dbias onto ``sums``: fp32 [D, W], [D]; returns d_initial."""
+    dx.zero_()
     d_initial = None if initial is None else torch.zeros_like(initial)
     with ieee():
         for s, (first, end) in enumerate(sequences.bounds()):
@@ -61,7 +62,7 @@ def conv_backward(
             if d_initial is not None:
                 d_initial[s] = gradient[:tail].mT
             _add_sums(rows, slope, sums)
-    return dx, d_initial
+    return d_initial
 
 
 def _with_tail(

@@ -1,9 +1,10 @@
 """The torch ops of linear attention: schemas, fakes, autograd.
 
-    causal_conv           rows [B, T, D] of x [B, D, T]: convolution, bias, SiLU
-    causal_conv_backward  (dx [B, T, D], dweight, dbias, d_initial)
+    causal_conv           x [B, D, T]: convolution, bias, SiLU
+    causal_conv_backward  (dx [B, D, T], dweight, dbias, d_initial)
 
-A gradient that goes to its main_grad, or that nobody needs, is empty.
+Results [B, D, T] lie in channel-last memory, as rows [B, T, D].  A gradient that goes to its
+main_grad, or that nobody needs, is empty.
 """
 
 from __future__ import annotations
@@ -61,8 +62,14 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1])
 
 
+def _channel_last(x: torch.Tensor) -> torch.Tensor:
+    """Allocate [B, D, T] like x, as rows [B, T, D]; no view, so that it may be written in place."""
+    batch, channels, length = x.shape
+    return x.new_empty_strided((batch, channels, length), (length * channels, 1, channels))
+
+
 def _fake(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-    return x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+    return _channel_last(x)
 
 
 def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
@@ -73,8 +80,9 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
     def run(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
         read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
         _check_aliases(main_grad, bias_main_grad, **read)
-        y = launch(_rows(x), weight, bias, initial, _sequences(x, offsets), silu)
-        return y.view(x.shape[0], x.shape[2], x.shape[1])
+        out = _channel_last(x)
+        launch(_rows(x), weight, bias, initial, _sequences(x, offsets), silu, _rows(out))
+        return out
 
     return Plan(run)
 
@@ -90,7 +98,7 @@ def _check_aliases(main_grad, bias_main_grad, **read):
 def _fake_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
     empty, (of_x, of_weight, of_bias, of_initial) = x.new_empty(0), needs
     return (
-        dy.new_empty(dy.shape) if of_x else empty,
+        _channel_last(x) if of_x else empty,
         weight.new_empty(weight.shape) if of_weight and main_grad is None else empty,
         bias.new_empty(bias.shape) if of_bias and bias_main_grad is None else x.new_empty(0),
         initial.new_empty(initial.shape) if of_initial else x.new_empty(0),
@@ -109,16 +117,16 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
             _sum_of(weight, main_grad) if of_weight else None,
             _sum_of(bias, bias_main_grad) if of_bias else None,
         )
-        rows = dy.reshape(-1, dy.shape[2])
-        operands = rows, _rows(x), weight, bias, initial, _sequences(x, offsets), silu
-        dx, d_initial = launch(*operands, sums)
+        operands = _rows(dy), _rows(x), weight, bias, initial, _sequences(x, offsets), silu
+        dx = _channel_last(x)
+        d_initial = launch(*operands, sums, _rows(dx))
         d_weight, d_bias = (
             None if total is None or given is not None else total.to(like.dtype)
             for total, given, like in zip(
                 sums, (main_grad, bias_main_grad), (weight, bias), strict=True
             )
         )
-        results = (dx.view(dy.shape) if of_x else None), d_weight, d_bias
+        results = (dx if of_x else None), d_weight, d_bias
         results = *results, d_initial if of_initial else None
         return tuple([x.new_empty(0) if t is None else t for t in results])
 
@@ -162,7 +170,7 @@ def _backward(ctx, dy):
         if target.wanted:
             target.written()
     return (
-        dx.transpose(1, 2) if needs[0] else None,
+        dx if needs[0] else None,
         d_weight if of_weight.returned else None,
         d_bias if of_bias.returned else None,
         d_initial if needs[3] else None,

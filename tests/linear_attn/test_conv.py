@@ -66,8 +66,9 @@ def test_gradients_against_float64(name):
     exact.backward(o.dy[: len(exact)].double())
     start = drawn(case.channels, case.width, dtype=FP32), drawn(case.channels, dtype=FP32)
     sums = [t.clone() for t in start]
-    dx, d_initial = cpu.conv_backward(
-        o.dy, o.x, o.weight, o.bias, o.initial, case.sequences, case.silu, tuple(sums)
+    dx = torch.full_like(o.x, float("nan"))
+    d_initial = cpu.conv_backward(
+        o.dy, o.x, o.weight, o.bias, o.initial, case.sequences, case.silu, tuple(sums), dx
     )
     eps = torch.finfo(case.dtype).eps
     assert torch.equal(dx[len(exact) :], torch.zeros_like(dx[len(exact) :]))
@@ -207,9 +208,9 @@ def test_one_sum_a_micro_batch_is_killed(monkeypatch):
     true = cpu.conv_backward
 
     def mutant(*args):
-        *operands, sums = args
+        *operands, sums, dx = args
         totals = tuple(map(torch.zeros_like, sums))
-        results = true(*operands, totals)
+        results = true(*operands, totals, dx)
         for into, total in zip(sums, totals, strict=True):
             into += total
         return results
@@ -277,6 +278,9 @@ REFUSED = {
     ),
     "offsets that descend": (
         {"x": X[:1], "cu_seqlens": OFFSETS.flip(0)}, ArgumentValueError, "cu_seqlens: expected",
+    ),
+    "too many channels": (
+        {"x": torch.empty(1, 2**22, 1, device="meta")}, ShapeError, "x: expected a D of at most",
     ),
     "seq_idx": ({"seq_idx": OFFSETS}, ArgumentTypeError, "seq_idx: expected no seq_idx"),
     "an activation": ({"activation": "gelu"}, ArgumentValueError, "activation: expected None"),

@@ -25,13 +25,13 @@ def conv(
     initial: torch.Tensor | None,
     sequences: Sequences,
     silu: bool,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """Triton implementation of `cpu.conv`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     operands = _operands(x, weight, bias, initial, sequences)
-    grid = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
+    slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
     with torch.cuda.device(x.device):
-        kernels.conv_kernel[grid](
+        kernels.conv_kernel[(slots, blocks)](
             *operands,
             out,
             *_sizes(x, sequences),
@@ -39,7 +39,6 @@ def conv(
             ROWS=TRITON.conv_rows,
             CHANNELS=TRITON.conv_channels,
         )
-    return out
 
 
 def conv_backward(
@@ -51,29 +50,28 @@ def conv_backward(
     sequences: Sequences,
     silu: bool,
     sums: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dx: torch.Tensor,
+) -> torch.Tensor | None:
     """Triton implementation of `cpu.conv_backward`."""
     dy = contiguous("causal_conv", "dy", dy, _ROWS)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_initial = (
         None if initial is None else torch.empty(initial.shape, dtype=x.dtype, device=x.device)
     )
     operands, sizes = (dy, *_operands(x, weight, bias, initial, sequences)), _sizes(x, sequences)
     options, channels = _options(weight, silu), x.shape[1]
     with torch.cuda.device(x.device):
-        grid = sequences.slots(TRITON.conv_rows), cdiv(channels, TRITON.conv_channels)
-        kernels.conv_gradient_kernel[grid](
+        slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(channels, TRITON.conv_channels)
+        kernels.conv_gradient_kernel[(slots, blocks)](
             *operands, dx, *sizes, **options,
             ROWS=TRITON.conv_rows, CHANNELS=TRITON.conv_channels,
         )  # fmt: skip
         if d_initial is not None:
-            grid = sequences.count, cdiv(channels, TRITON.conv_channels)
-            kernels.conv_initial_gradient_kernel[grid](
+            kernels.conv_initial_gradient_kernel[(sequences.count, blocks)](
                 *operands, d_initial, *sizes, **options, CHANNELS=TRITON.conv_channels
             )
         if sums != (None, None):
             _add_sums(operands, sizes, options, sequences, sums)
-    return dx, d_initial
+    return d_initial
 
 
 def _add_sums(operands, sizes, options, sequences: Sequences, sums) -> None:
