@@ -105,7 +105,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
     from cute_kernels.linear_attn.config import MAX_CHANNELS
-    from cute_kernels.linear_attn.tensors import Sequences
+    from cute_kernels.linear_attn.tensors import Conv, Sequences
     from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
@@ -123,7 +123,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         routing.combine_backward(y, rows, positions.float(), offsets, positions[0], positions)
         rowwise.gated_rows(_meta(3, 2 * wide), "silu")
         pack, weight = _meta(3, MAX_CHANNELS), _meta(MAX_CHANNELS, 4)
-        operands = pack, weight, None, _meta(1, MAX_CHANNELS, 3), Sequences(3, 3, None), True
+        operands = Conv(pack, weight, None, _meta(1, MAX_CHANNELS, 3)), Sequences(3, 3, None), True
         linear_attn.conv(*operands, pack)
         sums = _meta(MAX_CHANNELS, 4, dtype=torch.float32), None
         linear_attn.conv_backward(pack, *operands, sums, pack)

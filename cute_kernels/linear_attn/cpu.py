@@ -13,46 +13,39 @@ import torch
 from ..cpu import elementary
 from ..cpu.ieee import ieee
 from .config import CONV_CHUNK
-from .tensors import Sequences
+from .tensors import Conv, Sequences
 
 
 def conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
+    operands: Conv,
     sequences: Sequences,
     silu: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write the causal depthwise convolution of rows x [N, D] with weight [D, W] to out [N, D].
-
-    Rows that belong to no sequence are 0.
-    """
+    """Write the causal depthwise convolution to out [N, D]; rows of no sequence are 0."""
     out.zero_()
     with ieee():
         for s, (first, end) in enumerate(sequences.bounds()):
-            pre = _preactivation(_with_tail(x, initial, s, first, end, weight), weight, bias)
+            rows = _with_tail(operands, s, first, end)
+            pre = _preactivation(rows, operands.weight, operands.bias)
             out[first:end] = elementary.value("silu", pre) if silu else pre
 
 
 def conv_backward(
     dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
+    operands: Conv,
     sequences: Sequences,
     silu: bool,
     sums: tuple[torch.Tensor | None, torch.Tensor | None],
     dx: torch.Tensor,
 ) -> torch.Tensor | None:
     """Write dx [N, D], add dweight and dbias onto ``sums``: fp32 [D, W], [D]; returns d_initial."""
+    _, weight, bias, initial = operands
     dx.zero_()
     d_initial = None if initial is None else torch.zeros_like(initial)
     with ieee():
         for s, (first, end) in enumerate(sequences.bounds()):
-            rows = _with_tail(x, initial, s, first, end, weight)
+            rows = _with_tail(operands, s, first, end)
             slope = dy[first:end].double()
             if silu:
                 slope = elementary.derivative("silu", _preactivation(rows, weight, bias)) * slope
@@ -65,15 +58,9 @@ def conv_backward(
     return d_initial
 
 
-def _with_tail(
-    x: torch.Tensor,
-    initial: torch.Tensor | None,
-    sequence: int,
-    first: int,
-    end: int,
-    weight: torch.Tensor,
-) -> torch.Tensor:
+def _with_tail(operands: Conv, sequence: int, first: int, end: int) -> torch.Tensor:
     """Rows of a sequence behind the W - 1 before them, which are zeros without an initial state."""
+    x, weight, _, initial = operands
     tail = weight.shape[1] - 1
     rows = torch.zeros(tail + end - first, x.shape[1], dtype=torch.float64, device="cpu")
     if initial is not None:

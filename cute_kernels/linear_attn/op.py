@@ -20,7 +20,7 @@ from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
-from .tensors import Sequences
+from .tensors import Conv, Sequences
 
 _DTYPES = frozenset(config.DTYPE_NAMES)
 
@@ -81,7 +81,7 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
         read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
         _check_aliases(main_grad, bias_main_grad, **read)
         out = _channel_last(x)
-        launch(_rows(x), weight, bias, initial, _sequences(x, offsets), silu, _rows(out))
+        launch(Conv(_rows(x), weight, bias, initial), _sequences(x, offsets), silu, _rows(out))
         return out
 
     return Plan(run)
@@ -117,9 +117,8 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
             _sum_of(weight, main_grad) if of_weight else None,
             _sum_of(bias, bias_main_grad) if of_bias else None,
         )
-        operands = _rows(dy), _rows(x), weight, bias, initial, _sequences(x, offsets), silu
-        dx = _channel_last(x)
-        d_initial = launch(*operands, sums, _rows(dx))
+        operands, dx = Conv(_rows(x), weight, bias, initial), _channel_last(x)
+        d_initial = launch(_rows(dy), operands, _sequences(x, offsets), silu, sums, _rows(dx))
         d_weight, d_bias = (
             None if total is None or given is not None else total.to(like.dtype)
             for total, given, like in zip(

@@ -1,13 +1,27 @@
-"""Sequences of a batch or of a pack, and the chunks that they are cut into."""
+"""Operands of a convolution, and the sequences of a batch or of a pack."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..errors import ArgumentValueError, expected
+
+
+class Conv(NamedTuple):
+    """Operands of a convolution.
+
+    x: Rows [N, D].  weight: [D, W].  bias: [D] or None.  initial: [S, D, W - 1], the rows before
+    each sequence, or None: zeros.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    initial: torch.Tensor | None
 
 
 @dataclass(frozen=True)

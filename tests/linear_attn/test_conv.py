@@ -8,6 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError
 from cute_kernels.linear_attn import config, cpu
+from cute_kernels.linear_attn.tensors import Conv
 from cute_kernels.runtime import dispatch, plan_cache
 from tests import contract
 from tests.anchors import planted
@@ -67,9 +68,7 @@ def test_gradients_against_float64(name):
     start = drawn(case.channels, case.width, dtype=FP32), drawn(case.channels, dtype=FP32)
     sums = [t.clone() for t in start]
     dx = torch.full_like(o.x, float("nan"))
-    d_initial = cpu.conv_backward(
-        o.dy, o.x, o.weight, o.bias, o.initial, case.sequences, case.silu, tuple(sums), dx
-    )
+    d_initial = cpu.conv_backward(o.dy, Conv(*o[:4]), case.sequences, case.silu, tuple(sums), dx)
     eps = torch.finfo(case.dtype).eps
     assert torch.equal(dx[len(exact) :], torch.zeros_like(dx[len(exact) :]))
     assert (dx.double() - x.grad).abs().max() <= 2 * eps * x.grad.abs().max()

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.linear_attn import cpu
+from cute_kernels.linear_attn.tensors import Conv
 from cute_kernels.linear_attn.triton import launch as launcher
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import drawn
@@ -37,12 +38,12 @@ pytestmark = pytest.mark.simulates("linear_attn.triton")
 
 def run(launch, given: Case, o: Operands, sums=None) -> list[torch.Tensor]:
     """Results of both passes: y, dx, dweight, dbias, and d_initial if there are states."""
-    operands_ = o.x, o.weight, o.bias, o.initial, given.sequences, given.silu
+    call = Conv(*o[:4]), given.sequences, given.silu
     if sums is None:
         sums = torch.zeros(o.weight.shape), torch.zeros(given.channels)
     y, dx = (torch.full_like(o.x, float("nan")) for _ in range(2))
-    launch.conv(*operands_, y)
-    d_initial = launch.conv_backward(o.dy, *operands_, sums, dx)
+    launch.conv(*call, y)
+    d_initial = launch.conv_backward(o.dy, *call, sums, dx)
     return [y, dx, *sums, *([] if d_initial is None else [d_initial])]
 
 

@@ -11,7 +11,7 @@ import torch
 from ...log import contiguous
 from ...runtime.triton_products import cdiv
 from ..config import CONV_CHUNK
-from ..tensors import Sequences
+from ..tensors import Conv, Sequences
 from . import kernel as kernels
 from .plan import TRITON
 
@@ -19,23 +19,20 @@ _ROWS = "a last stride of 1, the others without gaps"
 
 
 def conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
+    operands: Conv,
     sequences: Sequences,
     silu: bool,
     out: torch.Tensor,
 ) -> None:
     """Triton implementation of `cpu.conv`."""
-    operands = _operands(x, weight, bias, initial, sequences)
+    x = operands.x
     slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
     with torch.cuda.device(x.device):
         kernels.conv_kernel[(slots, blocks)](
-            *operands,
+            *_tensors(operands, sequences),
             out,
             *_sizes(x, sequences),
-            **_options(weight, silu),
+            **_options(operands.weight, silu),
             ROWS=TRITON.conv_rows,
             CHANNELS=TRITON.conv_channels,
         )
@@ -43,45 +40,42 @@ def conv(
 
 def conv_backward(
     dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
+    operands: Conv,
     sequences: Sequences,
     silu: bool,
     sums: tuple[torch.Tensor | None, torch.Tensor | None],
     dx: torch.Tensor,
 ) -> torch.Tensor | None:
     """Triton implementation of `cpu.conv_backward`."""
-    dy = contiguous("causal_conv", "dy", dy, _ROWS)
+    dy, (x, weight, _, initial) = contiguous("causal_conv", "dy", dy, _ROWS), operands
     d_initial = (
         None if initial is None else torch.empty(initial.shape, dtype=x.dtype, device=x.device)
     )
-    operands, sizes = (dy, *_operands(x, weight, bias, initial, sequences)), _sizes(x, sequences)
+    tensors, sizes = (dy, *_tensors(operands, sequences)), _sizes(x, sequences)
     options, channels = _options(weight, silu), x.shape[1]
     with torch.cuda.device(x.device):
         slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(channels, TRITON.conv_channels)
         kernels.conv_gradient_kernel[(slots, blocks)](
-            *operands, dx, *sizes, **options,
+            *tensors, dx, *sizes, **options,
             ROWS=TRITON.conv_rows, CHANNELS=TRITON.conv_channels,
         )  # fmt: skip
         if d_initial is not None:
             kernels.conv_initial_gradient_kernel[(sequences.count, blocks)](
-                *operands, d_initial, *sizes, **options, CHANNELS=TRITON.conv_channels
+                *tensors, d_initial, *sizes, **options, CHANNELS=TRITON.conv_channels
             )
         if sums != (None, None):
-            _add_sums(operands, sizes, options, sequences, sums)
+            _add_sums(tensors, sizes, options, sequences, sums)
     return d_initial
 
 
-def _add_sums(operands, sizes, options, sequences: Sequences, sums) -> None:
+def _add_sums(tensors, sizes, options, sequences: Sequences, sums) -> None:
     """Add dweight and dbias onto ``sums``, chunk by chunk."""
-    x, width, slots = operands[1], options["WIDTH"], sequences.slots(CONV_CHUNK)
+    x, width, slots = tensors[1], options["WIDTH"], sequences.slots(CONV_CHUNK)
     channels = x.shape[1]
     parts = x.new_empty(slots, width + 1, channels, dtype=torch.float32)
     blocks = cdiv(channels, TRITON.sum_channels)
     kernels.conv_sums_kernel[(slots, blocks)](
-        *operands, parts, *sizes, **options, ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels
+        *tensors, parts, *sizes, **options, ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels
     )
     for into, taps, first in zip(sums, (width, 1), (0, width), strict=True):
         if into is None:
@@ -96,7 +90,8 @@ def _add_sums(operands, sizes, options, sequences: Sequences, sums) -> None:
             into.copy_(dense)
 
 
-def _operands(x, weight, bias, initial, sequences: Sequences) -> tuple:
+def _tensors(operands: Conv, sequences: Sequences) -> tuple:
+    x, weight, bias, initial = operands
     if x.stride(1) != 1:
         x = contiguous("causal_conv", "x", x, _ROWS)
     return (
