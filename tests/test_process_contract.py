@@ -267,3 +267,10 @@ def test_engines_that_say_nothing_are_refused():
         exchange.require_engine(ck.contract("cpu", ["linear"]), [])
     with pytest.raises(ArgumentTypeError, match=r"model: .*parameters"):
         exchange.engine_contract(torch.nn.Identity())
+
+
+def test_many_differences_are_counted():
+    differences = [process_contract.Difference(f"op {i}", "a", None) for i in range(15)]
+    lines = process_contract.report(differences).splitlines()
+    assert len(lines) == 14 and lines[1] == "  op 0: a here, not stated there"
+    assert lines[-1] == "  and 3 more"

@@ -11,6 +11,7 @@ import cute_kernels as ck
 from cute_kernels import errors
 from cute_kernels.errors import (
     AliasError,
+    ArgumentTypeError,
     ArgumentValueError,
     BackendUnavailable,
     DtypeError,
@@ -108,6 +109,12 @@ CASES = [
     ("bias of 7 rows", few(t(2, 3, K), w(), t(7, N)), ShapeError, ["bias", "[6, 10]"]),
     ("bias fp16", few(x(), w(), t(M, N, dtype=FP16)), DtypeError, ["bias", "16"]),
     ("few, mixed", few(x(), w(dtype=FP16)), DtypeError, ["weight", "float16"]),
+    (
+        "few, 1 for True",
+        few(x(), w(), deterministic=1),
+        ArgumentTypeError,
+        ["deterministic", "int"],
+    ),
     # queries
     ("unknown op", lambda: ck.guarantees("lstm"), ArgumentValueError, ["op", "'linear'", "'lstm'"]),
     ("unknown op id", lambda: ck.contract_id("x"), ArgumentValueError, ["op", "'matmul'"]),

@@ -119,6 +119,7 @@ MAIN = "main_grads['{}']".format
 #: Exception -> (call, fragments of its message).
 CASES = {
     ShapeError: [
+        (proj(x=torch.empty(2**31, C, 4, device="meta")), "x|sizes of at most 2147483647"),
         (proj(phi=t(20, K)), "phi|24 rows (n = 4)|[20, 24]"),
         (proj(phi=t(K)), "phi|2 dimensions [N, K]|[24]"),
         (proj(phi=t(1, N4, K)), "phi|2 dimensions|[1, 24, 24]"),

@@ -81,6 +81,7 @@ TABLE = [
     (lambda: ck.moe.combine(ROWS, None, PERMUTATION._replace(offsets=OFFSETS[:0])),
      ShapeError, "permutation.offsets: expected at least 1"),
     (lambda: ck.moe.load_balance_loss(LOGITS[:0], INDICES[:0]), ShapeError, "at least 1 row"),
+    (lambda: ck.moe.load_balance_loss(LOGITS.half(), INDICES), DtypeError, "scores: expected"),
     (lambda: ck.moe.z_loss(LOGITS[:0]), ShapeError, "logits: expected at least 1 row"),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.cpu import c_library
-from cute_kernels.errors import NonfiniteError
+from cute_kernels.errors import AliasError, ArgumentValueError, NonfiniteError
 from cute_kernels.rowwise import config, cpu, op
 from tests.contract import same_bytes
 
@@ -171,3 +171,42 @@ def test_another_order_of_tensors_has_other_bits():
     made = [drawn(50, seed=s) * 2.0**s for s in range(30)]
     assert not same_bytes(total_of(made), total_of(made[::-1]))
     assert config.SQUARES < 70 * 1000
+
+
+def overlapping():
+    buffer = drawn(60)
+    return [drawn(9), buffer[:40], buffer[30:]]
+
+
+REFUSED = {
+    "overlapping": (overlapping, AliasError),
+    "expanded": (lambda: [drawn(9), drawn(4, 1).expand(4, 5)], AliasError),
+    "negated": (lambda: [drawn(9), torch._neg_view(drawn(5))], ArgumentValueError),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_gradients_are_checked_before_one_is_scaled(case):
+    make, error = REFUSED[case]
+    parts = make()
+    given = [torch.nn.Parameter(torch.zeros(t.shape)) for t in parts]
+    for parameter, part in zip(given, parts, strict=True):
+        parameter.grad = part
+    before = gradients(given)
+    with pytest.raises(error, match=r"parameters\[\d\]"):
+        ck.clip_grad_norm_(given, 1e-3)
+    grads = [p.grad.resolve_neg() for p in given]
+    wanted = [t.resolve_neg() for t in before]
+    assert all(same_bytes(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+def test_interleaved_columns_of_one_buffer_are_clipped():
+    buffer = drawn(6, 10)
+    given = [torch.nn.Parameter(torch.zeros(6, 5)) for _ in range(2)]
+    given[0].grad, given[1].grad = buffer[:, :5], buffer[:, 5:]
+    apart = [torch.nn.Parameter(torch.zeros(6, 5)) for _ in range(2)]
+    for parameter, one in zip(apart, gradients(given), strict=True):
+        parameter.grad = one.contiguous()
+    ck.clip_grad_norm_(given, 0.1)
+    ck.clip_grad_norm_(apart, 0.1)
+    assert all(same_bytes(a.grad, b.grad) for a, b in zip(given, apart, strict=True))

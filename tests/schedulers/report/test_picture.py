@@ -12,7 +12,7 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order.kinds import left_to_right, permutation, shift, spt
-from cute_kernels.schedulers.report import picture
+from cute_kernels.schedulers.report import picture, rows
 
 pytest.importorskip("matplotlib")
 CAUSAL = np.tril(np.full((12, 12), 2, np.uint8))
@@ -112,3 +112,11 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BackendUnavailable, match=r"cute-kernels\[schedule\]"):
         picture.gantt(tmp_path / "a.svg", {"a": simulate(spt(FULL))})
+
+
+@pytest.mark.parametrize(("kind", "walk"), [("fastest", "ascending"), ("spt", "sideways")])
+def test_a_row_of_an_unknown_order_is_refused(kind, walk):
+    with pytest.raises(
+        ScheduleError, match="kind: expected" if kind != "spt" else "walk: expected"
+    ):
+        rows.evaluate(FULL, kind, heads=2, walk=walk)
