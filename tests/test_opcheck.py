@@ -27,7 +27,7 @@ from tests.option_table import TABLE
 from tests.public_calls import CASES, both_passes, leaves_of
 
 #: Calls of each op that are checked by day.
-BY_DAY = 3
+BY_DAY = 2
 BF16 = torch.bfloat16
 
 
