@@ -197,14 +197,10 @@ def _version(package: str) -> str:
 
 def launchers_digest(system: str) -> str:
     """SHA-256 over a system's `tested_versions`, and the names and code of its `tested_files`."""
-    from verify.sources import code
-
     total = hashlib.sha256()
     for package, version in sorted(tested_versions(system).items()):
         total.update(f"{package}\0{version}\0".encode())
-    for name, path in sorted(tested_files(system).items()):
-        content = code(path)
-        total.update(f"{name}\0{len(content)}\0".encode() + content)
+    kernel_store.add_code(total, tested_files(system))
     return total.hexdigest()
 
 

@@ -16,7 +16,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests import import_graph
@@ -66,8 +66,6 @@ def source_digest(module: str, paths: dict[str, Path] | None = None) -> str:
 
     paths: module below the package -> file; None: those of the tree.
     """
-    from verify.sources import code
-
     paths, graph = paths or import_graph.modules(), import_graph.import_graph()
     left, closure = {module.removeprefix("cute_kernels.")}, set()
     while left:
@@ -75,10 +73,17 @@ def source_digest(module: str, paths: dict[str, Path] | None = None) -> str:
         closure.add(name)
         left |= graph[name] - closure
     total = hashlib.sha256()
-    for name in sorted(closure):
-        content = code(paths[name])
-        total.update(f"{name}\0{len(content)}\0".encode() + content)
+    add_code(total, {name: paths[name] for name in closure})
     return total.hexdigest()
+
+
+def add_code(total: hashlib._Hash, files: Mapping[str, Path]) -> None:
+    """Add the names of files, and their code without comments, to a digest."""
+    from verify.sources import code
+
+    for name, path in sorted(files.items()):
+        content = code(path)
+        total.update(f"{name}\0{len(content)}\0".encode() + content)
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
     from cute_kernels.linear_attn.config import MAX_CHANNELS
-    from cute_kernels.linear_attn.tensors import Conv, Sequences
+    from cute_kernels.linear_attn.tensors import Conv, ConvGradients, Sequences
     from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
@@ -125,8 +125,9 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         pack, weight = _meta(3, MAX_CHANNELS), _meta(MAX_CHANNELS, 4)
         operands = Conv(pack, weight, None, _meta(1, MAX_CHANNELS, 3)), Sequences(3, 3, None), True
         linear_attn.conv(*operands, pack)
-        sums = _meta(MAX_CHANNELS, 4, dtype=torch.float32), None
-        linear_attn.conv_backward(pack, *operands, sums, pack)
+        sums = _meta(MAX_CHANNELS, 4, dtype=torch.float32)
+        gradients = ConvGradients(pack, sums, None, operands[0].initial)
+        linear_attn.conv_backward(pack, *operands, gradients)
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

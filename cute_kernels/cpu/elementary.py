@@ -21,10 +21,10 @@ LOG2E_FP32 = (1.4426950216293335, 1.925963033500011e-08)
 
 def _exp2_series(count: int) -> tuple[float, ...]:
     """ln(2)^i / i!: those of 2^f."""
-    found = [1.0]
+    terms = [1.0]
     for i in range(1, count):
-        found.append(found[-1] * LN2 / i)
-    return tuple(found)
+        terms.append(terms[-1] * LN2 / i)
+    return tuple(terms)
 
 
 #: 2^f on [-1/2, 1/2], in fp64: the next term is below 2^-46.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ArgumentValueError, DtypeError, ShapeError, expected
+from ..errors import ArgumentValueError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
 from .config import CONV_WIDTHS, MAX_CHANNELS
@@ -22,7 +22,7 @@ def conv(
     bias_main_grad: torch.Tensor | None,
     silu: bool,
 ) -> None:
-    """Check a call of the convolution."""
+    """Check the arguments of `op.causal_conv`."""
     checking.operand("x", x, "[B, D, T]")
     checking.supported("causal_conv1d_fn", x.device)
     checking.operand("weight", weight, "[D, W]")
@@ -56,28 +56,8 @@ def conv(
             )
         checking.dtype("initial_states", initial_states.dtype, (x.dtype,))
         checking.same_device("initial_states", initial_states, "x", x)
-    for name, given, of, parameter in (
-        ("main_grad", main_grad, "weight", weight),
-        ("bias_main_grad", bias_main_grad, "bias", bias),
-    ):
-        _main_grad(name, given, of, parameter, x)
-
-
-def _main_grad(
-    name: str,
-    main_grad: torch.Tensor | None,
-    of: str,
-    parameter: torch.Tensor | None,
-    x: torch.Tensor,
-) -> None:
-    if parameter is None:
-        if main_grad is not None:
-            raise ArgumentValueError(expected(name, f"None, as there is no {of}", "a tensor"))
-        return
-    if main_grad is not None:
-        destination.check(main_grad, parameter, x, names=(name, of))
-    if not torch.compiler.is_compiling():
-        destination.check_values(x, parameter, None, main_grad)
+    destination.check_of("main_grad", main_grad, "weight", weight, x)
+    destination.check_of("bias_main_grad", bias_main_grad, "bias", bias, x)
 
 
 def offsets(cu_seqlens: object, x: torch.Tensor) -> None:
@@ -103,6 +83,5 @@ def conv_state(conv_state: torch.Tensor, x: torch.Tensor, width: int) -> None:
     if channels != x.shape[1] or length < width - 1:
         want = f"shape [slots, {x.shape[1]}, at least {width - 1}]"
         raise ShapeError(expected("conv_state", want, list(conv_state.shape)))
-    if conv_state.dtype != x.dtype:
-        raise DtypeError(expected("conv_state", f"{x.dtype} of x", conv_state.dtype))
+    checking.dtype("conv_state", conv_state.dtype, (x.dtype,))
     checking.same_device("conv_state", conv_state, "x", x)

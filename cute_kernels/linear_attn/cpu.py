@@ -6,22 +6,15 @@ every operation is elementwise, and sums are chains in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..cpu import elementary
 from ..cpu.ieee import ieee
 from .config import CONV_CHUNK
-from .tensors import Conv, Sequences
+from .tensors import Conv, ConvGradients, Sequences
 
 
-def conv(
-    operands: Conv,
-    sequences: Sequences,
-    silu: bool,
-    out: torch.Tensor,
-) -> None:
+def conv(operands: Conv, sequences: Sequences, silu: bool, out: torch.Tensor) -> None:
     """Write the causal depthwise convolution to out [N, D]; rows of no sequence are 0."""
     out.zero_()
     with ieee():
@@ -32,30 +25,27 @@ def conv(
 
 
 def conv_backward(
-    dy: torch.Tensor,
-    operands: Conv,
-    sequences: Sequences,
-    silu: bool,
-    sums: tuple[torch.Tensor | None, torch.Tensor | None],
-    dx: torch.Tensor,
-) -> torch.Tensor | None:
-    """Write dx [N, D], add dweight and dbias onto ``sums``: fp32 [D, W], [D]; returns d_initial."""
-    _, weight, bias, initial = operands
-    dx.zero_()
-    d_initial = None if initial is None else torch.zeros_like(initial)
+    dy: torch.Tensor, operands: Conv, sequences: Sequences, silu: bool, gradients: ConvGradients
+) -> None:
+    """Make the gradients of `conv` from dy [N, D]; dx of rows of no sequence is 0."""
+    dx, into, of_bias, d_initial = gradients
+    if dx is not None:
+        dx.zero_()
     with ieee():
         for s, (first, end) in enumerate(sequences.bounds()):
             rows = _with_tail(operands, s, first, end)
             slope = dy[first:end].double()
             if silu:
-                slope = elementary.derivative("silu", _preactivation(rows, weight, bias)) * slope
-            gradient = _gradient_of_rows(slope, weight)
-            tail = weight.shape[1] - 1
-            dx[first:end] = gradient[tail:]
-            if d_initial is not None:
-                d_initial[s] = gradient[:tail].mT
-            _add_sums(rows, slope, sums)
-    return d_initial
+                pre = _preactivation(rows, operands.weight, operands.bias)
+                slope = elementary.derivative("silu", pre) * slope
+            if dx is not None or d_initial is not None:
+                gradient = _gradient_of_rows(slope, operands.weight)
+                tail = len(gradient) - len(slope)
+                if dx is not None:
+                    dx[first:end] = gradient[tail:]
+                if d_initial is not None:
+                    d_initial[s] = gradient[:tail].mT
+            _add_sums(rows, slope, into, of_bias)
 
 
 def _with_tail(operands: Conv, sequence: int, first: int, end: int) -> torch.Tensor:
@@ -97,10 +87,10 @@ def _gradient_of_rows(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 def _add_sums(
     rows: torch.Tensor,
     slope: torch.Tensor,
-    sums: tuple[torch.Tensor | None, torch.Tensor | None],
+    into: torch.Tensor | None,
+    of_bias: torch.Tensor | None,
 ) -> None:
     """Add a sequence's dweight and dbias, chunk by chunk, each summed row by row in fp64."""
-    into, of_bias = sums
     for start in range(0, slope.shape[0], CONV_CHUNK):
         chunk = slope[start : start + CONV_CHUNK]
         if into is not None:
@@ -111,7 +101,7 @@ def _add_sums(
             of_bias += _chain(chunk).float()
 
 
-def _chain(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+def _chain(rows: torch.Tensor) -> torch.Tensor:
     """Sum of rows, ascending."""
     total = torch.zeros_like(rows[0])
     for row in rows:

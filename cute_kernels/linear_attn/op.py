@@ -20,7 +20,7 @@ from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
-from .tensors import Conv, Sequences
+from .tensors import Conv, ConvGradients, Sequences
 
 _DTYPES = frozenset(config.DTYPE_NAMES)
 
@@ -41,10 +41,6 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 
 for _name in ("causal_conv1d_fn", "causal_conv1d_update"):
     contracts.register(contracts.Contract(_name, config.CONV_KEPT, config.conv_facts, _backend))
-
-
-def _check(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-    checks.conv(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu)
 
 
 def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
@@ -79,7 +75,7 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
 
     def run(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
         read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
-        _check_aliases(main_grad, bias_main_grad, **read)
+        destination.check_no_aliases(main_grad, bias_main_grad, **read)
         out = _channel_last(x)
         launch(Conv(_rows(x), weight, bias, initial), _sequences(x, offsets), silu, _rows(out))
         return out
@@ -87,21 +83,12 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
     return Plan(run)
 
 
-def _check_aliases(main_grad, bias_main_grad, **read):
-    """Check that backward can add into both main_grads: neither aliases an operand or the other."""
-    if main_grad is not None:
-        destination.check_no_alias(main_grad, bias_main_grad=bias_main_grad, **read)
-    if bias_main_grad is not None:
-        destination.check_no_alias(bias_main_grad, "bias_main_grad", **read)
-
-
 def _fake_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
-    empty, (of_x, of_weight, of_bias, of_initial) = x.new_empty(0), needs
-    return (
-        _channel_last(x) if of_x else empty,
-        weight.new_empty(weight.shape) if of_weight and main_grad is None else empty,
-        bias.new_empty(bias.shape) if of_bias and bias_main_grad is None else x.new_empty(0),
-        initial.new_empty(initial.shape) if of_initial else x.new_empty(0),
+    of_x, of_weight, of_bias, of_initial = needs
+    wanted = of_weight and main_grad is None, of_bias and bias_main_grad is None, of_initial
+    return _channel_last(x) if of_x else x.new_empty(0), *(
+        like.new_empty(like.shape) if want else x.new_empty(0)
+        for like, want in zip((weight, bias, initial), wanted, strict=True)
     )
 
 
@@ -111,22 +98,20 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
     launch = dispatch.launcher("causal_conv_backward", x.device, x.dtype)
 
     def run(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
-        _check_aliases(main_grad, bias_main_grad, dy=dy)
+        destination.check_no_aliases(main_grad, bias_main_grad, dy=dy)
         of_x, of_weight, of_bias, of_initial = needs
         sums = (
             _sum_of(weight, main_grad) if of_weight else None,
             _sum_of(bias, bias_main_grad) if of_bias else None,
         )
-        operands, dx = Conv(_rows(x), weight, bias, initial), _channel_last(x)
-        d_initial = launch(_rows(dy), operands, _sequences(x, offsets), silu, sums, _rows(dx))
-        d_weight, d_bias = (
-            None if total is None or given is not None else total.to(like.dtype)
-            for total, given, like in zip(
-                sums, (main_grad, bias_main_grad), (weight, bias), strict=True
-            )
-        )
-        results = (dx if of_x else None), d_weight, d_bias
-        results = *results, d_initial if of_initial else None
+        dx = _channel_last(x) if of_x else None
+        d_initial = x.new_empty(initial.shape) if of_initial else None
+        rows = None if dx is None else _rows(dx)
+        operands = Conv(_rows(x), weight, bias, initial), _sequences(x, offsets), silu
+        launch(_rows(dy), *operands, ConvGradients(rows, *sums, d_initial))
+        d_weight = sums[0].to(weight.dtype) if of_weight and main_grad is None else None
+        d_bias = sums[1].to(bias.dtype) if of_bias and bias_main_grad is None else None
+        results = dx, d_weight, d_bias, d_initial
         return tuple([x.new_empty(0) if t is None else t for t in results])
 
     return Plan(run)
@@ -182,7 +167,7 @@ _vmap = refuse_vmap("causal_conv1d_fn", "is not supported; the batch dimension o
 causal_conv = define_op(
     f"causal_conv(Tensor x, {_OPERANDS}, Tensor? main_grad, Tensor? bias_main_grad, bool silu) "
     "-> Tensor",
-    check=_check,
+    check=checks.conv,
     check_each=_check_each,
     plan=_plan,
     fake=_fake,

@@ -24,9 +24,22 @@ class Conv(NamedTuple):
     initial: torch.Tensor | None
 
 
+class ConvGradients(NamedTuple):
+    """Gradients that a backward makes; None: one that nobody needs.
+
+    dx [N, D] and initial [S, D, W - 1] are written, of the dtype of x; weight [D, W] and bias [D],
+    fp32, are added to.
+    """
+
+    dx: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    initial: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class Sequences:
-    """Where the sequences among N rows begin: a batch of equal lengths, or a pack.
+    """Sequences among N rows: a batch of equal lengths, or a pack.
 
     Attributes:
         rows: N; those of a pack that lie behind its last sequence belong to none.
@@ -59,14 +72,6 @@ class Sequences:
             want = f"numbers that ascend from 0 to at most {self.rows}, the T of x"
             raise ArgumentValueError(expected("cu_seqlens", want, offsets))
         return list(itertools.pairwise(offsets))
-
-    def chunks(self, size: int) -> list[tuple[int, int]]:
-        """(first row, end) of each chunk of ``size`` rows, sequences and chunks ascending."""
-        return [
-            (row, min(row + size, end))
-            for first, end in self.bounds()
-            for row in range(first, end, size)
-        ]
 
     def slots(self, size: int) -> int:
         """Number of programs that a grid needs for all chunks, whatever the offsets say.

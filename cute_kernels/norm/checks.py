@@ -43,8 +43,8 @@ def norm(operands: Operands, kind: str, eps: object, offset: object = 0.0) -> Ru
     _vector("weight", operands.weight, x)
     _vector("bias", operands.bias, x)
     _residual(operands.residual, x)
-    _main_grad("main_grad", operands.main_grad, "weight", operands)
-    _main_grad("bias_main_grad", operands.bias_main_grad, "bias", operands)
+    destination.check_of("main_grad", operands.main_grad, "weight", operands.weight, x)
+    destination.check_of("bias_main_grad", operands.bias_main_grad, "bias", operands.bias, x)
     rule = Rule(kind, _number("eps", eps), _number("offset", offset))
     if not (rule.eps == 0 and kind == RMS) and not rule.eps >= _LEAST:
         want = "at least 2^-126" + (", or 0" if kind == RMS else "")
@@ -80,19 +80,6 @@ def _residual(t: object, x: torch.Tensor) -> None:
         want = f"shape {list(x.shape)}, that of x"
         raise ShapeError(expected("residual", want, list(t.shape)))
     checking.same_device("residual", t, "x", x)
-
-
-def _main_grad(name: str, main_grad: object, grad_of: str, operands: Operands) -> None:
-    """Check an fp32 main_grad; ``grad_of``: the argument whose gradient it receives."""
-    weight = operands.weight if grad_of == "weight" else operands.bias
-    if weight is None:
-        if main_grad is not None:
-            raise ArgumentTypeError(expected(name, f"None, as there is no {grad_of}", "a tensor"))
-        return
-    if main_grad is not None:
-        destination.check(main_grad, weight, operands.x, names=(name, grad_of))
-    if not torch.compiler.is_compiling():
-        destination.check_values(operands.x, weight, None, main_grad, argument=name)
 
 
 def _number(name: str, value: object) -> float:

@@ -63,14 +63,6 @@ def _check_each(x, residual, weight, bias, main_grad, bias_main_grad, *_):
     return main_grad is not None or bias_main_grad is not None
 
 
-def _check_aliases(main_grad, bias_main_grad, **operands):
-    """Check that backward can add into both main_grads: neither aliases an operand or the other."""
-    if main_grad is not None:
-        destination.check_no_alias(main_grad, bias_main_grad=bias_main_grad, **operands)
-    if bias_main_grad is not None:
-        destination.check_no_alias(bias_main_grad, "bias_main_grad", **operands)
-
-
 def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
     """Plan of `norm`."""
     if x.numel() == 0:
@@ -87,7 +79,9 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
 
     def run_checked(x, residual, weight, bias, main_grad, bias_main_grad, *_):
         # Checked at run time, in a compiled graph too: a traced tensor has no address.
-        _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+        destination.check_no_aliases(
+            main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias
+        )
         return run(x, residual, weight, bias)
 
     # Which of the main_grads there are is part of a call's signature.
@@ -121,7 +115,9 @@ def _nothing(dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tenso
 
 
 def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *options):
-    _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+    destination.check_no_aliases(
+        main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias
+    )
     return _fake(x, residual, weight, bias, main_grad, bias_main_grad, *options)
 
 
@@ -144,7 +140,7 @@ def _plan_backward(
     run_gradients, no_gradient = plan.run, _nothing(h.dtype, h)
 
     def run(dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, *_):
-        _check_aliases(main_grad, bias_main_grad, dy=dy, dh=dh)
+        destination.check_no_aliases(main_grad, bias_main_grad, dy=dy, dh=dh)
         main_grads = main_grad, bias_main_grad
         gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads)
         return tuple([no_gradient() if t is None else t for t in gradients])
@@ -231,7 +227,7 @@ def _plan_backward_alone(dy, dh, h, mean, rstd, weight, bias, kind, eps, offset,
 
 
 def _run_backward_of_nothing(dy, dh, *args):
-    _check_aliases(*args[5:7], dy=dy, dh=dh)
+    destination.check_no_aliases(*args[5:7], dy=dy, dh=dh)
     d_x, d_weight, d_bias = _fake_backward(dy, dh, *args)
     return d_x, d_weight.zero_(), d_bias.zero_()
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import AliasError, ArgumentValueError, DtypeError, ShapeError, expected
+from ..errors import (
+    AliasError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+)
 from . import checking, data_parallel
 
 MAIN_GRAD, GRAD, NOWHERE = "main_grad", "grad", "nowhere"
@@ -80,6 +87,32 @@ def check_values(
         if name is not None:
             want = _DDP if name == data_parallel.DDP else _FSDP2
             raise ArgumentValueError(expected("main_grad", want, "a tensor"))
+
+
+def check_of(
+    name: str, main_grad: object, of: str, weight: torch.Tensor | None, x: torch.Tensor
+) -> None:
+    """Check the main_grad ``name`` of the argument ``of``, either of which may be None."""
+    if weight is None:
+        if main_grad is not None:
+            raise ArgumentTypeError(expected(name, f"None, as there is no {of}", "a tensor"))
+        return
+    if main_grad is not None:
+        check(main_grad, weight, x, names=(name, of))
+    if not torch.compiler.is_compiling():
+        check_values(x, weight, None, main_grad, argument=name)
+
+
+def check_no_aliases(
+    main_grad: torch.Tensor | None,
+    bias_main_grad: torch.Tensor | None,
+    **read: torch.Tensor | None,
+) -> None:
+    """Check that backward can add into both: neither aliases a tensor in use or the other."""
+    if main_grad is not None:
+        check_no_alias(main_grad, bias_main_grad=bias_main_grad, **read)
+    if bias_main_grad is not None:
+        check_no_alias(bias_main_grad, "bias_main_grad", **read)
 
 
 def check_no_alias(

@@ -8,7 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError
 from cute_kernels.linear_attn import config, cpu
-from cute_kernels.linear_attn.tensors import Conv
+from cute_kernels.linear_attn.tensors import Conv, ConvGradients
 from cute_kernels.runtime import dispatch, plan_cache
 from tests import contract
 from tests.anchors import planted
@@ -68,7 +68,9 @@ def test_gradients_against_float64(name):
     start = drawn(case.channels, case.width, dtype=FP32), drawn(case.channels, dtype=FP32)
     sums = [t.clone() for t in start]
     dx = torch.full_like(o.x, float("nan"))
-    d_initial = cpu.conv_backward(o.dy, Conv(*o[:4]), case.sequences, case.silu, tuple(sums), dx)
+    d_initial = None if initial is None else torch.full_like(o.initial, float("nan"))
+    gradients = ConvGradients(dx, *sums, d_initial)
+    cpu.conv_backward(o.dy, Conv(*o[:4]), case.sequences, case.silu, gradients)
     eps = torch.finfo(case.dtype).eps
     assert torch.equal(dx[len(exact) :], torch.zeros_like(dx[len(exact) :]))
     assert (dx.double() - x.grad).abs().max() <= 2 * eps * x.grad.abs().max()
@@ -207,12 +209,12 @@ def test_one_sum_a_micro_batch_is_killed(monkeypatch):
     true = cpu.conv_backward
 
     def mutant(*args):
-        *operands, sums, dx = args
+        *operands, gradients = args
+        sums = gradients.weight, gradients.bias
         totals = tuple(map(torch.zeros_like, sums))
-        results = true(*operands, totals, dx)
+        true(*operands, gradients._replace(weight=totals[0], bias=totals[1]))
         for into, total in zip(sums, totals, strict=True):
             into += total
-        return results
 
     monkeypatch.setattr(cpu, "conv_backward", mutant)
     dispatch.forget()
@@ -277,6 +279,13 @@ REFUSED = {
     ),
     "offsets that descend": (
         {"x": X[:1], "cu_seqlens": OFFSETS.flip(0)}, ArgumentValueError, "cu_seqlens: expected",
+    ),
+    "a negated main_grad of the bias": (
+        {"bias": W[:, 0], "bias_main_grad": torch._neg_view(torch.zeros(8))},
+        ArgumentValueError, "bias_main_grad: expected memory",
+    ),
+    "a main_grad of no bias": (
+        {"bias_main_grad": torch.zeros(8)}, ArgumentTypeError, "bias_main_grad: expected None",
     ),
     "too many channels": (
         {"x": torch.empty(1, 2**22, 1, device="meta")}, ShapeError, "x: expected a D of at most",

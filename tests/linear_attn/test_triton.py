@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.linear_attn import cpu
-from cute_kernels.linear_attn.tensors import Conv
+from cute_kernels.linear_attn.tensors import Conv, ConvGradients
 from cute_kernels.linear_attn.triton import launch as launcher
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import drawn
@@ -43,7 +43,8 @@ def run(launch, given: Case, o: Operands, sums=None) -> list[torch.Tensor]:
         sums = torch.zeros(o.weight.shape), torch.zeros(given.channels)
     y, dx = (torch.full_like(o.x, float("nan")) for _ in range(2))
     launch.conv(*call, y)
-    d_initial = launch.conv_backward(o.dy, *call, sums, dx)
+    d_initial = None if o.initial is None else torch.full_like(o.initial, float("nan"))
+    launch.conv_backward(o.dy, *call, ConvGradients(dx, *sums, d_initial))
     return [y, dx, *sums, *([] if d_initial is None else [d_initial])]
 
 
@@ -152,8 +153,8 @@ MUTANTS = {
     "another_sequences_state": (
         *PACK,
         (
-            "at = (sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]\n        state",
-            "at = channel[None, :] * (WIDTH - 1) + place[:, None]\n        state",
+            "(sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]\n        state",
+            "channel[None, :] * (WIDTH - 1) + place[:, None]\n        state",
         ),
     ),
     "chunks_of_the_pack": (
@@ -173,8 +174,8 @@ MUTANTS = {
     "what_is_behind_is_a_sequence": (
         *(INTERPRETER, neighbours, (5, 66), 3),
         (
-            "y = tl.where(sequence < SEQUENCES, y, 0.0)",
-            "y = y + 0.0",
+            "rows = tl.where(sequence < SEQUENCES, rows, 0.0)",
+            "rows = rows + 0.0",
         ),
     ),
     "newest_first": (

@@ -50,14 +50,14 @@ def _input(
     """fp32 rows of x; before a sequence's first one its initial state, or 0."""
     inside = (row >= first) & (row < end)
     mask = inside[:, None] & (channel < D)[None, :]
-    at = row[:, None] * x_stride + channel[None, :]
-    out = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    offset = row[:, None] * x_stride + channel[None, :]
+    out = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if initial_ptr is not None:
         place = row - first + (WIDTH - 1)
         before = (row < first) & (place >= 0) & (sequence < SEQUENCES)
         mask = before[:, None] & (channel < D)[None, :]
-        at = (sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]
-        state = tl.load(initial_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        offset = (sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]
+        state = tl.load(initial_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         out = tl.where(before[:, None], state, out)
     return out
 
@@ -65,8 +65,8 @@ def _input(
 @triton.jit
 def _tap(weight_ptr, channel, w, D, WIDTH: tl.constexpr):
     """Tap w of each channel, fp32 [1, channels]."""
-    at = channel * WIDTH + w
-    return tl.load(weight_ptr + at, mask=channel < D, other=0.0).to(tl.float32)[None, :]
+    offset = channel * WIDTH + w
+    return tl.load(weight_ptr + offset, mask=channel < D, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -95,8 +95,8 @@ def _slope(
 ):  # fmt: skip
     """Gradient of the preactivation of rows; 0 outside of the sequence."""
     inside = ((row >= first) & (row < end))[:, None] & (channel < D)[None, :]
-    at = row[:, None] * D + channel[None, :]
-    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    offset = row[:, None] * D + channel[None, :]
+    dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         pre = _preactivation(
             x_ptr, weight_ptr, bias_ptr, initial_ptr, row, channel, sequence, first, end,
@@ -104,6 +104,15 @@ def _slope(
         )  # fmt: skip
         dy = activation_slope(pre, "silu") * dy
     return tl.where(inside, dy, 0.0)
+
+
+@triton.jit
+def _store_rows(out_ptr, rows, row, channel, sequence, end, SEQUENCES, D):
+    """Store rows of a result; those that belong to no sequence are 0."""
+    rows = tl.where(sequence < SEQUENCES, rows, 0.0)
+    mask = (row < end)[:, None] & (channel < D)[None, :]
+    offset = row[:, None] * D + channel[None, :]
+    tl.store(out_ptr + offset, rows.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "D", "x_stride"])
@@ -122,10 +131,7 @@ def conv_kernel(
     )  # fmt: skip
     if SILU:
         y = activation_value(y, "silu")
-    y = tl.where(sequence < SEQUENCES, y, 0.0)
-    mask = (row < end)[:, None] & (channel < D)[None, :]
-    at = row[:, None] * D + channel[None, :]
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_rows(out_ptr, y, row, channel, sequence, end, SEQUENCES, D)
 
 
 @triton.jit
@@ -158,10 +164,7 @@ def conv_gradient_kernel(
         dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, row, channel, sequence, first, end,
         SEQUENCES, D, x_stride, WIDTH, SILU,
     )  # fmt: skip
-    dx = tl.where(sequence < SEQUENCES, dx, 0.0)
-    mask = (row < end)[:, None] & (channel < D)[None, :]
-    at = row[:, None] * D + channel[None, :]
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    _store_rows(dx_ptr, dx, row, channel, sequence, end, SEQUENCES, D)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "D", "x_stride"])
@@ -184,9 +187,9 @@ def conv_initial_gradient_kernel(
         dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, first - (WIDTH - 1) + place, channel,
         sequence, first, end, SEQUENCES, D, x_stride, WIDTH, SILU,
     )  # fmt: skip
-    at = (sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]
+    offset = (sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]
     mask = (place < WIDTH - 1)[:, None] & (channel < D)[None, :]
-    tl.store(d_initial_ptr + at, gradient.to(d_initial_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_initial_ptr + offset, gradient.to(d_initial_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "D", "x_stride"])
@@ -216,9 +219,9 @@ def conv_sums_kernel(
     nothing = tl.full((8, CHANNELS), -2147483648, tl.int32).to(tl.float32, bitcast=True)
     total = tl.where((sequence < SEQUENCES) & (start < end), total, nothing)
     slot = tl.program_id(0).to(tl.int64)
-    at = (slot * (WIDTH + 1) + tap[:, None]) * D + channel[None, :]
+    offset = (slot * (WIDTH + 1) + tap[:, None]) * D + channel[None, :]
     mask = (tap < WIDTH + 1)[:, None] & (channel < D)[None, :]
-    tl.store(sums_ptr + at, total, mask=mask)
+    tl.store(sums_ptr + offset, total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["SLOTS", "D", "channel_stride"])
@@ -230,9 +233,9 @@ def add_sums_kernel(
     tap = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < D
-    at = into_ptr + channel * channel_stride + tap
-    total = tl.load(at, mask=mask, other=0.0)
+    target = into_ptr + channel * channel_stride + tap
+    total = tl.load(target, mask=mask, other=0.0)
     source = sums_ptr + (ROW + tap) * D + channel
     for slot in range(SLOTS):
         total = total + tl.load(source + tl.cast(slot, tl.int64) * EACH * D, mask=mask, other=0.0)
-    tl.store(at, total, mask=mask)
+    tl.store(target, total, mask=mask)

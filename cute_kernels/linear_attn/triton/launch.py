@@ -11,19 +11,14 @@ import torch
 from ...log import contiguous
 from ...runtime.triton_products import cdiv
 from ..config import CONV_CHUNK
-from ..tensors import Conv, Sequences
+from ..tensors import Conv, ConvGradients, Sequences
 from . import kernel as kernels
 from .plan import TRITON
 
 _ROWS = "a last stride of 1, the others without gaps"
 
 
-def conv(
-    operands: Conv,
-    sequences: Sequences,
-    silu: bool,
-    out: torch.Tensor,
-) -> None:
+def conv(operands: Conv, sequences: Sequences, silu: bool, out: torch.Tensor) -> None:
     """Triton implementation of `cpu.conv`."""
     x = operands.x
     slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
@@ -39,48 +34,40 @@ def conv(
 
 
 def conv_backward(
-    dy: torch.Tensor,
-    operands: Conv,
-    sequences: Sequences,
-    silu: bool,
-    sums: tuple[torch.Tensor | None, torch.Tensor | None],
-    dx: torch.Tensor,
-) -> torch.Tensor | None:
+    dy: torch.Tensor, operands: Conv, sequences: Sequences, silu: bool, gradients: ConvGradients
+) -> None:
     """Triton implementation of `cpu.conv_backward`."""
-    dy, (x, weight, _, initial) = contiguous("causal_conv", "dy", dy, _ROWS), operands
-    d_initial = (
-        None if initial is None else torch.empty(initial.shape, dtype=x.dtype, device=x.device)
-    )
-    tensors, sizes = (dy, *_tensors(operands, sequences)), _sizes(x, sequences)
-    options, channels = _options(weight, silu), x.shape[1]
+    x, options = operands.x, _options(operands.weight, silu)
+    dy, sizes = contiguous("causal_conv", "dy", dy, _ROWS), _sizes(x, sequences)
+    tensors = dy, *_tensors(operands, sequences)
+    slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
     with torch.cuda.device(x.device):
-        slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(channels, TRITON.conv_channels)
-        kernels.conv_gradient_kernel[(slots, blocks)](
-            *tensors, dx, *sizes, **options,
-            ROWS=TRITON.conv_rows, CHANNELS=TRITON.conv_channels,
-        )  # fmt: skip
-        if d_initial is not None:
+        if gradients.dx is not None:
+            kernels.conv_gradient_kernel[(slots, blocks)](
+                *tensors, gradients.dx, *sizes, **options,
+                ROWS=TRITON.conv_rows, CHANNELS=TRITON.conv_channels,
+            )  # fmt: skip
+        if gradients.initial is not None:
             kernels.conv_initial_gradient_kernel[(sequences.count, blocks)](
-                *tensors, d_initial, *sizes, **options, CHANNELS=TRITON.conv_channels
+                *tensors, gradients.initial, *sizes, **options, CHANNELS=TRITON.conv_channels
             )
-        if sums != (None, None):
-            _add_sums(tensors, sizes, options, sequences, sums)
-    return d_initial
+        if gradients.weight is not None or gradients.bias is not None:
+            _add_sums(tensors, sizes, options, sequences.slots(CONV_CHUNK), gradients)
 
 
-def _add_sums(tensors, sizes, options, sequences: Sequences, sums) -> None:
-    """Add dweight and dbias onto ``sums``, chunk by chunk."""
-    x, width, slots = tensors[1], options["WIDTH"], sequences.slots(CONV_CHUNK)
+def _add_sums(tensors, sizes, options, slots: int, gradients: ConvGradients) -> None:
+    """Add dweight and dbias, chunk by chunk."""
+    (_, x, *_), width = tensors, options["WIDTH"]
     channels = x.shape[1]
     parts = x.new_empty(slots, width + 1, channels, dtype=torch.float32)
     blocks = cdiv(channels, TRITON.sum_channels)
     kernels.conv_sums_kernel[(slots, blocks)](
         *tensors, parts, *sizes, **options, ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels
     )
-    for into, taps, first in zip(sums, (width, 1), (0, width), strict=True):
+    for into, taps, first in ((gradients.weight, width, 0), (gradients.bias, 1, width)):
         if into is None:
             continue
-        dense = into if into.is_contiguous() else into.contiguous()
+        dense = into.contiguous()
         kernels.add_sums_kernel[(blocks, taps)](
             parts, dense, slots, channels, taps,
             ROW=first, EACH=width + 1, CHANNELS=TRITON.sum_channels,
