@@ -14,9 +14,7 @@ from ..core.commands import Commit, Output, chosen, need_gpu, say
 
 @verbs.app.command()
 def probe(
-    names: Annotated[
-        list[str], typer.Argument(help="smoke, width, zeros, model, promotion or all")
-    ],
+    names: Annotated[list[str], typer.Argument(help="names of probes (perf/probes), or all")],
     output: Output = None,
     golden: Annotated[Path | None, typer.Option(help="folder of the golden vectors")] = None,
     commit: Commit = None,

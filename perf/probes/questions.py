@@ -41,5 +41,18 @@ QUESTIONS = (
         "What do fp32 promotion points cost?",
         "whether `chain` and `tree` can be one contract",
     ),
+    Question(
+        5,
+        "instruction",
+        "Are the bits of WGMMA with A from registers, of mma.sync and of Triton's tl.dot those of "
+        "WGMMA from shared memory?",
+        "whether decode may take another instruction than prefill, and Triton than CuTe",
+    ),
+    Question(
+        6,
+        "exp2",
+        "Has 2^x one value in CuTe's and in Triton's kernels?",
+        "whether kernels of both may share decays",
+    ),
 )
 MIN_OUTPUTS = 10_000_000  # a probe's answer counts from this many compared outputs

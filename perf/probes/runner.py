@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..core import record, watch
-from . import model, promotion, smoke, width, zeros
+from . import exp2, instruction, model, promotion, smoke, width, zeros
 from .questions import QUESTIONS
 
 PROBES = {
@@ -16,6 +16,8 @@ PROBES = {
     "zeros": zeros.run,
     "model": model.run,
     "promotion": promotion.run,
+    "instruction": instruction.run,
+    "exp2": exp2.run,
 }
 GOLDEN = record.ROOT / "tests" / "golden"
 _NUMBERS = {question.probe: question.number for question in QUESTIONS}

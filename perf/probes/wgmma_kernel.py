@@ -37,6 +37,7 @@ class Chain:
     n: width of the instruction, 8..256 in steps of 8.  warpgroups: 64-row slices of the tile.
     block_k: K elements per shared-memory block (16, 32, 64 or 128).  promote_every: k16 groups per
     leaf, 0 for one chain; a leaf is a whole number of blocks.  resident: multiply block 0 only.
+    registers: A goes through registers, not from shared memory into the instruction.
     """
 
     n: int = 64
@@ -44,6 +45,7 @@ class Chain:
     block_k: int = 64
     promote_every: int = 0
     resident: bool = False
+    registers: bool = False
 
     def __post_init__(self):
         assert self.n in range(8, 257, 8), f"n: expected 8..256 in steps of 8, got {self.n}"
@@ -77,6 +79,7 @@ class WgmmaChain:
         stream: cuda.CUstream,
     ):
         chain = self.chain
+        source = warpgroup.OperandSource
         mma = hopper_helpers.make_trivial_tiled_mma(
             cutlass.BFloat16,
             cutlass.BFloat16,
@@ -85,6 +88,9 @@ class WgmmaChain:
             cutlass.Float32,
             (chain.warpgroups, 1, 1),
             tiler_mn=(64, chain.n),
+            a_source=warpgroup.OperandSource.RMEM
+            if chain.registers
+            else warpgroup.OperandSource.SMEM,
         )
         # Built by hand: the DSL's helper adds a stage mode whose slice aborts where n / 8 is odd.
         kind = hopper_helpers.get_smem_layout_atom(
@@ -151,7 +157,8 @@ class WgmmaChain:
         slice_d = mma.get_slice(thread)
         # The descriptors name a warpgroup's whole 64-row slice, so they come from its first thread.
         slice_ab = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * 128)
-        rA = mma.make_fragment_A(slice_ab.partition_A(sA))
+        tAsA_mma = (slice_d if chain.registers else slice_ab).partition_A(sA)
+        rA = mma.make_fragment_A(tAsA_mma)
         rB = mma.make_fragment_B(slice_ab.partition_B(sB))
         tDgD = slice_d.partition_C(cute.local_tile(gD_mn, tile_mn, (tile_m, tile_n)))
         tDcD = slice_d.partition_C(cute.make_identity_tensor(tile_mn))
@@ -183,6 +190,8 @@ class WgmmaChain:
                     self.load(warp, full, copies, block, block % 2)
                 elif block == 0:
                     self.load(warp, full, copies, 0, 0)
+                if cutlass.const_expr(chain.registers):
+                    cute.autovec_copy(tAsA_mma, rA)
                 # acc += A_k B_k, one instruction per k16 group
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(cute.size(rA, mode=[2])):

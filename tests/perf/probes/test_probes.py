@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,11 +11,14 @@ pytest.importorskip("cutlass")
 
 import ptxsim
 from perf.probes import (
+    exp2,
     golden,
     inputs,
+    instruction,
     model,
     promotion,
     smoke,
+    sync_kernel,
     tally,
     truncation,
     width,
@@ -21,6 +26,7 @@ from perf.probes import (
 )
 from perf.probes.wgmma_kernel import Chain
 from ptxsim.skips import requires_sim
+from tests import triton_harness
 from tests.perf.core.clocks import HostClock
 from tests.perf.probes.simulated import build, differing
 
@@ -77,6 +83,55 @@ def test_width_sees_one_instruction_with_other_bits():
         f"{Chain(24)}, swap={swap}" for swap in (False, True)
     }
     assert answer["first"]["got"] != answer["first"]["want"]
+
+
+def mma_sync() -> dict:
+    return {"mma.sync": sync_kernel.build(with_c=True, compiler=ptxsim.compile)}
+
+
+SMALL_INSTRUCTION = {
+    "device": "cpu",
+    "size": (64, 64, 64),
+    "chains": (Chain(64, registers=True),),
+    "others": mma_sync,
+}
+
+
+def test_instruction_compares_registers_and_mma_sync():
+    *rows, answer = instruction.run(build, **SMALL_INSTRUCTION)
+    assert [row["case"] for row in rows] == [str(Chain(64, registers=True)), "mma.sync"]
+    assert answer["verdict"] == answer["extreme"]["verdict"] == "yes"
+    assert answer["outputs"] == 64 * 64 * len(inputs.ORDINARY) * 2
+
+
+def test_instruction_sees_one_with_other_bits():
+    *rows, answer = instruction.run(other_math(Chain(64, registers=True)), **SMALL_INSTRUCTION)
+    assert answer["verdict"] == "no" and [row["differ"] > 0 for row in rows] == [True, False]
+
+
+SMALL_EXP2 = {"device": "cpu", "parts": 4, "part": 512}
+
+
+def shifted(x: torch.Tensor, y: torch.Tensor) -> None:
+    y.copy_(torch.exp2(x + 0.25))
+
+
+def test_triton_multiplies_and_exponentiates_in_the_simulator():
+    triton_kernel = pytest.importorskip("perf.probes.triton_kernel")
+    written = {"chain_kernel": ("d_ptr",), "exp2_kernel": ("y_ptr",)}
+    launch, options = SimpleNamespace(kernels=triton_kernel), {"wgmma_math": 2}
+    of_cute = sync_kernel.build_exp2(ptxsim.compile)
+    a, b, c = inputs.make("normal", 64, 64, 64, device="cpu")
+    want, got = (tally.poisoned(64, 64, "cpu") for _ in range(2))
+    build(Chain(64), with_c=True)(a, b, want, c)
+    with triton_harness.simulated(launch, written, options):
+        for m, n, k in ((16, 64, 16), (64, 64, 64)):
+            triton_kernel.chain(a, b, got, c, block_m=m, block_n=n, block_k=k)
+            assert differing(got, want) == 0
+        *rows, answer = exp2.run(None, **SMALL_EXP2, kernels=lambda: (of_cute, triton_kernel.exp2))
+    assert [row["outputs"] for row in rows] == [2048, 2048] and answer["verdict"] == "yes"
+    *_, answer = exp2.run(None, **SMALL_EXP2, kernels=lambda: (of_cute, shifted))
+    assert answer["verdict"] == "no"
 
 
 SMALL_ZEROS = {"device": "cpu", "size": (64, 64, 32), "chains": (Chain(64, block_k=16),)}
