@@ -88,9 +88,7 @@ class WgmmaChain:
             cutlass.Float32,
             (chain.warpgroups, 1, 1),
             tiler_mn=(64, chain.n),
-            a_source=warpgroup.OperandSource.RMEM
-            if chain.registers
-            else warpgroup.OperandSource.SMEM,
+            a_source=source.RMEM if chain.registers else source.SMEM,
         )
         # Built by hand: the DSL's helper adds a stage mode whose slice aborts where n / 8 is odd.
         kind = hopper_helpers.get_smem_layout_atom(
