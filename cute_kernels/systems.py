@@ -38,8 +38,14 @@ SYSTEMS = (
     System("gemm", {"linear": "gemm", "matmul": "gemm", "skinny_linear": "skinny"}, perf="gemm"),
     System(
         "linear_attn",
-        dict.fromkeys(("causal_conv1d_fn", "causal_conv1d_update"), "causal_conv"),
+        {
+            **dict.fromkeys(("causal_conv1d_fn", "causal_conv1d_update"), "causal_conv"),
+            **dict.fromkeys(
+                ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), "gated_delta_rule"
+            ),
+        },
         launcher=None,
+        modules=("op", "op_delta"),
     ),
     System(
         "logp",

@@ -126,6 +126,15 @@ def conv(*ends: int, tokens: int) -> None:
     backward(ck.causal_conv1d_fn(x, weight, bias, states, **options)[0])
 
 
+def delta(*ends: int, tokens: int) -> None:
+    """A pack; rows behind its last sequence belong to none."""
+    q, k, v = (leaf(1, tokens, heads, 8, seed=i) for i, heads in enumerate((1, 1, 2)))
+    beta, g = leaf(1, tokens, 2, seed=3), leaf(1, tokens, 2, seed=4, dtype=FP32)
+    state = leaf(len(ends), 2, 8, 8, seed=5, dtype=FP32)
+    options = {"cu_seqlens": torch.tensor([0, *ends], dtype=INT32), "output_final_state": True}
+    backward(ck.chunk_gated_delta_rule(q, k, v, -g.abs(), beta, None, state, **options))
+
+
 def site(tokens: int, n: int, width: int) -> None:
     """Widths that are no multiple of a tile; no tokens."""
     size = 2 * n + n * n
@@ -187,6 +196,8 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
         "linear_attn": {
             "no rows": (conv, 0, {"tokens": 0}),
             "rows of no sequence": (conv, 3, 3, 70, {"tokens": 90}),
+            "delta, no rows": (delta, 0, {"tokens": 0}),
+            "delta, rows of no sequence": (delta, 3, 3, 70, {"tokens": 90}),
         },
         "sparse_attn": {
             "rows without keys": (attention, 150, 70, {"causal": True}),

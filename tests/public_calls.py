@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import cute_kernels as ck
@@ -14,6 +16,13 @@ OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
 SITE = mhc.Options(iterations=3)
 ADVANTAGES, BOUNDS = torch.tensor([1.0, -2.0]), torch.tensor([0, 2, 5])
 TABLE, SCALES = (drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)), torch.tensor([1.0, 2.0, 3.0])
+
+
+def delta_rule(function, q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and last state of a gated delta rule."""
+    state = state.float()
+    return function(q, k, v, g.float(), beta, initial_state=state, output_final_state=True)
+
 
 #: Name -> a call on leaves, and their shapes; fp32 for mhc.
 CASES = {
@@ -35,6 +44,13 @@ CASES = {
     "causal_conv1d_fn": (
         lambda x, w, b: ck.causal_conv1d_fn(x, w, b, activation="silu"), (2, 16, 3), (16, 4), (16,),
     ),
+    **{
+        function.__name__: (
+            functools.partial(delta_rule, function),
+            *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (1, 2, 8, 8),
+        )
+        for function in (ck.chunk_gated_delta_rule, ck.fused_recurrent_gated_delta_rule)
+    },
     "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
     "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
     "rms_norm, residual": (
@@ -97,10 +113,18 @@ CASES = {
 }  # fmt: skip
 
 
+#: Positions of leaves that are fp32 among others of bf16.
+OF_FP32 = dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), (3, 5))
+
+
 def leaves_of(name: str) -> list[torch.Tensor]:
-    dtype = FP32 if name.startswith("mhc.") else torch.bfloat16
-    shapes = CASES[name][1:]
-    return [drawn(*s, seed=i, dtype=dtype).requires_grad_() for i, s in enumerate(shapes)]
+    shapes, of_fp32 = CASES[name][1:], OF_FP32.get(name, ())
+    dtypes = [
+        FP32 if name.startswith("mhc.") or i in of_fp32 else torch.bfloat16
+        for i in range(len(shapes))
+    ]
+    pairs = enumerate(zip(shapes, dtypes, strict=True))
+    return [drawn(*s, seed=i, dtype=dtype).requires_grad_() for i, (s, dtype) in pairs]
 
 
 def results_of(name: str, leaves) -> list[torch.Tensor]:

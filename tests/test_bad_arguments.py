@@ -53,6 +53,13 @@ RIGHT = {
     "causal_conv1d_fn": {
         "x": t(2, 16, 5), "weight": t(16, 4), "bias": t(16), "initial_states": t(2, 16, 3),
     },
+    **{
+        f"{name}_gated_delta_rule": {
+            "q": t(1, 3, 1, 8), "k": t(1, 3, 1, 8), "v": t(1, 3, 2, 8), "g": -t(1, 3, 2).abs(),
+            "beta": t(1, 3, 2), "initial_state": t(1, 2, 8, 8),
+        }
+        for name in ("chunk", "fused_recurrent")
+    },
     "log_probs": {"logits": t(1, 3, 8), "target": IDS, "temperature": t(1, 3).abs() + 1},
     "rms_norm": {"x": ROWS, "weight": t(16), "residual": ROWS + 1},
     "layer_norm": {"x": ROWS, "weight": t(16), "bias": t(16) + 1, "residual": ROWS + 1},

@@ -86,7 +86,7 @@ def imports_no_test(file: Source) -> Iterator[str]:
 #: Signatures that somebody else's call gives: public functions, other libraries' hooks, commands,
 #: torch ops.
 GIVEN = re.compile(
-    r"/(api|op|policy_op|converters|te)\.py$|/integrations/|/cli/|(commands?|__main__)\.py$"
+    r"/(api|op|op_\w+|policy_op|converters|te)\.py$|/integrations/|/cli/|(commands?|__main__)\.py$"
     r"|^cute_kernels/(__main__|nn)\.py$|^(ptxsim/)?tests/"
 )
 

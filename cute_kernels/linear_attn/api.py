@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ..runtime import checking
-from . import checks, op
+from . import checks, op, op_delta
 
 
 def causal_conv1d_fn(
@@ -127,3 +127,100 @@ def causal_conv1d_update(
         out = causal_conv1d_fn(rows, weight, bias, initial, activation=activation)
         conv_state[slots] = torch.cat([state, rows], 2)[..., -conv_state.shape[2] :]
     return out[..., 0] if x.dim() == 2 else out
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated delta rule: S ← e^g S;  S ← S + k (beta (v - Sᵀ k))ᵀ;  o = scale Sᵀ q.
+
+    With the names and layouts of flash-linear-attention.  S [K, V] is a v head's state; sequences
+    are cut into chunks of 64 rows, counted from their first row, and S is rounded to fp32 between
+    them.  An ``initial_state`` starts a new grid of chunks: a sequence that is cut at multiples of
+    64, and goes on from the ``final_state``, has the bytes of the whole; cut elsewhere it is right,
+    but may be rounded otherwise.
+
+    Args:
+        q, k: [B, T, H, K]; bf16, fp16 or fp32.  K is a multiple of 8 up to 256.
+        v: [B, T, HV, V], the dtype of q, HV a multiple of H: a k head serves HV / H consecutive
+            v heads.  V as K.
+        g: [B, T, HV], fp32: the natural log of the decay, at most 0.
+        beta: [B, T, HV], the dtype of q or fp32.
+        scale: Of q; None: K ** -0.5.
+        initial_state: [sequences, HV, K, V], fp32; None: zeros.
+        output_final_state: Whether to return the state after each sequence's last row.
+        cu_seqlens: [S + 1], int32 or int64: a pack.  q has B = 1, and sequence s its rows from
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0.
+
+    Returns:
+        (o [B, T, HV, V] of the dtype of q, final_state [sequences, HV, K, V] in fp32 or None).
+
+    Guarantees:
+        ``run_to_run``, and ``batch_invariant`` for the rows of o and of the gradients of q, k, v,
+        g, beta, and for the states and their gradients: in batches, packs and parts cut at
+        multiples of 64.  `fused_recurrent_gated_delta_rule` has the same bytes.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError,
+        UnsupportedTransformError, BackendUnavailable: as `linear`.
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024, equation 10; the interface
+    of flash-linear-attention 0.6.
+
+    Example:
+        >>> q, k = (torch.nn.functional.normalize(torch.randn(1, 70, 2, 16), dim=-1) for _ in "qk")
+        >>> v, beta = torch.randn(1, 70, 4, 16), torch.rand(1, 70, 4)
+        >>> g = -torch.rand(1, 70, 4)
+        >>> whole, _ = ck.chunk_gated_delta_rule(q, k, v, g, beta)
+        >>> first, last = zip(*(t.split(64, 1) for t in (q, k, v, g, beta)))
+        >>> o, state = ck.chunk_gated_delta_rule(*first, output_final_state=True)
+        >>> rest, _ = ck.chunk_gated_delta_rule(*last, initial_state=state)
+        >>> bool((torch.cat([o, rest], 1) == whole).all())
+        True
+    """
+    if others:
+        checking.no_other_arguments("chunk_gated_delta_rule", others, checks.DELTA_NAMES)
+    checking.flag("output_final_state", output_final_state)
+    out, final, *_ = op_delta.gated_delta_rule(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state
+    )
+    return out, final if output_final_state else None
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_gated_delta_rule` under the name of single rows: one op, with the same bytes.
+
+    Args, Returns, Guarantees, Raises: as `chunk_gated_delta_rule`.
+
+    Source: the interface of flash-linear-attention 0.6.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 3, 2, 16) for _ in "qkv")
+        >>> gates = -torch.rand(1, 3, 2), torch.rand(1, 3, 2)
+        >>> rows, _ = ck.fused_recurrent_gated_delta_rule(q, k, v, *gates)
+        >>> bool((rows == ck.chunk_gated_delta_rule(q, k, v, *gates)[0]).all())
+        True
+    """
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, **others
+    )

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..errors import ArgumentValueError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import CONV_WIDTHS, MAX_CHANNELS
+from .config import CONV_WIDTHS, DELTA_CHUNK, DELTA_SIZES, MAX_CHANNELS
+from .tensors import DeltaRule
+
+STATE_LAYOUTS = ("state_v_first", "transpose_state_layout")
+#: Arguments of flash-linear-attention -> what `chunk_gated_delta_rule` has in their place.
+DELTA_NAMES = {
+    "head_first": "no head_first (shapes are [B, T, H, ...])",
+    "cu_seqlens_cpu": "no cu_seqlens_cpu (cu_seqlens= alone)",
+    "chunk_size": f"no chunk_size (chunks have {DELTA_CHUNK} rows)",
+    "cp_context": "no cp_context (sequences lie on one device)",
+    "use_qk_l2norm_in_kernel": "no use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel": "no use_gate_in_kernel",
+    **{name: f"no {name} (states are [K, V])" for name in STATE_LAYOUTS},
+}
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -26,7 +41,7 @@ def conv(
     checking.operand("x", x, "[B, D, T]")
     checking.supported("causal_conv1d_fn", x.device)
     checking.operand("weight", weight, "[D, W]")
-    batch, channels, _ = x.shape
+    channels = x.shape[1]
     if channels > MAX_CHANNELS:
         raise ShapeError(expected("x", f"a D of at most {MAX_CHANNELS}", channels))
     if weight.shape[0] != channels or weight.shape[1] not in CONV_WIDTHS:
@@ -39,13 +54,7 @@ def conv(
         if bias.shape[0] != channels:
             raise ShapeError(expected("bias", f"shape [{channels}], D of x", list(bias.shape)))
         checking.same_device("bias", bias, "x", x)
-    sequences = batch
-    if cu_seqlens is not None:
-        offsets(cu_seqlens, x)
-        if batch != 1:
-            want = "batch 1 of x (a pack of sequences along T)"
-            raise ShapeError(expected("cu_seqlens", want, f"batch {batch}"))
-        sequences = cu_seqlens.shape[0] - 1
+    sequences = count_of(cu_seqlens, "x", x)
     if initial_states is not None:
         want = [sequences, channels, weight.shape[1] - 1]
         checking.tensor("initial_states", initial_states)
@@ -60,13 +69,64 @@ def conv(
     destination.check_of("bias_main_grad", bias_main_grad, "bias", bias, x)
 
 
-def offsets(cu_seqlens: object, x: torch.Tensor) -> None:
+def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: float | None) -> None:
+    """Check the arguments of `op_delta.gated_delta_rule`, whose rows are [B, T, H, ...]."""
+    q, k, v, g, beta, initial_state = operands
+    checking.operand("q", q, "[B, T, H, K]")
+    checking.supported("chunk_gated_delta_rule", q.device)
+    checking.operand("k", k, "[B, T, H, K]")
+    checking.operand("v", v, "[B, T, HV, V]")
+    checking.operand("g", g, "[B, T, HV]", (torch.float32,))
+    checking.operand("beta", beta, "[B, T, HV]", (q.dtype, torch.float32))
+    checking.shape("k", k, q.shape, "that of q")
+    _multiple("q", "H, heads,", q.shape[2], 1)
+    _multiple("q", "K", q.shape[3], *DELTA_SIZES)
+    if v.shape[:2] != q.shape[:2]:
+        want = f"shape [{q.shape[0]}, {q.shape[1]}, HV, V], B and T of q"
+        raise ShapeError(expected("v", want, list(v.shape)))
+    _multiple("v", "HV, heads,", v.shape[2], q.shape[2])
+    _multiple("v", "V", v.shape[3], *DELTA_SIZES)
+    for name, t in (("k", k), ("v", v)):
+        checking.same_device(name, t, "q", q)
+        checking.dtype(name, t.dtype, (q.dtype,))
+    for name, t in (("g", g), ("beta", beta)):
+        checking.same_device(name, t, "q", q)
+        checking.shape(name, t, v.shape[:3], "B, T, HV of v")
+    sequences = count_of(cu_seqlens, "q", q)
+    if initial_state is not None:
+        checking.operand("initial_state", initial_state, "[S, HV, K, V]", (torch.float32,))
+        want = sequences, v.shape[2], q.shape[3], v.shape[3]
+        checking.shape("initial_state", initial_state, want, "[sequences, HV, K, V]")
+        checking.same_device("initial_state", initial_state, "q", q)
+    if scale is not None and not math.isfinite(checking.number("scale", scale)):
+        raise ArgumentValueError(expected("scale", "a finite number", scale))
+
+
+def _multiple(name: str, what: str, size: int, of: int, most: int | None = None) -> None:
+    """Check that a size of the argument ``name`` is a positive multiple, and not too large."""
+    if size < 1 or size % of or (most is not None and size > most):
+        want = f"a multiple of {of} from {of} on" + (f", at most {most}" if most else "")
+        raise ShapeError(expected(name, f"{what} {want}", size))
+
+
+def count_of(cu_seqlens: torch.Tensor | None, name: str, x: torch.Tensor) -> int:
+    """Number of sequences of a batch or a pack, the argument ``name``; checks the offsets."""
+    if cu_seqlens is None:
+        return x.shape[0]
+    offsets(cu_seqlens, x, name)
+    if x.shape[0] != 1:
+        want = f"batch 1 of {name} (a pack of sequences along T)"
+        raise ShapeError(expected("cu_seqlens", want, f"batch {x.shape[0]}"))
+    return cu_seqlens.shape[0] - 1
+
+
+def offsets(cu_seqlens: object, x: torch.Tensor, name: str) -> None:
     """Check the dtype, dimensions and device of cu_seqlens; its values stay on the device."""
     checking.operand("cu_seqlens", cu_seqlens, "[S + 1]", (torch.int32, torch.int64))
     if cu_seqlens.shape[0] < 2:
         got = list(cu_seqlens.shape)
         raise ShapeError(expected("cu_seqlens", "shape [S + 1] of at least one sequence", got))
-    checking.same_device("cu_seqlens", cu_seqlens, "x", x)
+    checking.same_device("cu_seqlens", cu_seqlens, name, x)
 
 
 def activation(name: object) -> bool:

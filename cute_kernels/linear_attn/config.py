@@ -24,11 +24,23 @@ CONV_WIDTHS = (2, 3, 4)
 #: Channels, at most: blocks of 64 of them lie along a dimension of a grid.
 MAX_CHANNELS = 65535 * 64
 
+#: Rows of a chunk of the delta rule: between chunks its state is rounded to fp32.
+DELTA_CHUNK = 64
+#: Rows of a block of a chunk, on a GPU.
+DELTA_BLOCK = 16
+#: K and V are multiples of the first, and at most the second.
+DELTA_SIZES = 8, 256
+
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what the convolution keeps.
 CONV_KEPT: Mapping[str, frozenset[str]] = {
     arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
     arch.CPU: _KEPT,
+}
+#: Backend -> what the delta rule keeps.
+DELTA_KEPT: Mapping[str, frozenset[str]] = {
+    arch.TRITON: frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT}),
+    arch.CPU: frozenset({RUN_TO_RUN, BATCH_INVARIANT}),
 }
 
 
@@ -41,6 +53,31 @@ def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
     }
     if backend == arch.CPU:
         return common | {"inside": "fp64", "exp2": elementary.EXP2}
+    return common | _triton_facts(device)
+
+
+def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the delta rule's contract id covers."""
+    common: dict[str, object] = {
+        "chunk": DELTA_CHUNK,
+        "state": "fp32 between chunks, at absolute rows of a sequence",
+        "gradient of the state": "fp32 between chunks",
+        "gradients of q and k": "v heads ascending; one rounding",
+    }
+    if backend == arch.CPU:
+        order = "row by row: decay, u = beta (v - S k), S + k u, scale S q; sums by halves"
+        return common | {"order": order, "inside": "fp64", "exp2": elementary.EXP2}
+    order = (
+        "blocks of a chunk ascending: decays 2^(G_i - G_j) of a running sum G, (I + L) u = r by "
+        "the inverse of each diagonal block, P u on q S, the update of S from zero"
+    )
+    products = "bf16 operands, fp32 accumulators, ascending k"
+    return common | _triton_facts(device) | {
+        "order": order, "products": products, "block": DELTA_BLOCK,
+    }  # fmt: skip
+
+
+def _triton_facts(device: arch.Device) -> dict[str, object]:
     exp2 = "v_exp_f32" if device.arch.startswith("gfx") else "ex2.approx.ftz"
     constants = {"log2(e)": elementary.LOG2E_FP32, "exp2": exp2}
-    return common | constants | {"inside": "fp32", "fp_fusion": TRITON.fp_fusion}
+    return constants | {"inside": "fp32", "fp_fusion": TRITON.fp_fusion}

@@ -1,4 +1,4 @@
-"""Operands of a convolution, and the sequences of a batch or of a pack."""
+"""Operands of each op, and the sequences of a batch or of a pack."""
 
 from __future__ import annotations
 
@@ -34,6 +34,47 @@ class ConvGradients(NamedTuple):
     dx: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    initial: torch.Tensor | None
+
+
+class DeltaRule(NamedTuple):
+    """Operands of a gated delta rule.
+
+    q, k: Rows [N, Hk, K].  v: [N, HV, V]; k head h serves the HV / Hk v heads from h HV / Hk on.
+    g: [N, HV], fp32, the natural log of a row's decay.  beta: [N, HV], the dtype of q or fp32.
+    initial: [S, HV, K, V], fp32, the state before each sequence's first row, or None: zeros.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    initial: torch.Tensor | None
+
+
+class DeltaSaved(NamedTuple):
+    """What the forward of a gated delta rule leaves to its backward.
+
+    states: [slots, HV, K, V], the state before each chunk, at its slot of `Sequences.slots`; fp32
+    on the CPU, whose other tensors are of size 0, and bf16 in Triton.  decay: [N, HV], fp32.
+    inner: [N, HV, chunk], bf16.  u: [N, HV, V], bf16.
+    """
+
+    states: torch.Tensor
+    decay: torch.Tensor
+    inner: torch.Tensor
+    u: torch.Tensor
+
+
+class DeltaGradients(NamedTuple):
+    """Gradients that a backward writes, of the operands' shapes and dtypes; None: not needed."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
     initial: torch.Tensor | None
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from cute_kernels import arch
+from cute_kernels.runtime import dispatch
+from tests.linear_attn.delta_cases import Case, exact, operands, upstream
 from tests.option_table.calls import Cases, call
 from tests.option_table.rows import cases, leaf
 from tests.oracles import linear_attn as oracle
@@ -12,6 +17,9 @@ from tests.runtime.cached_calls import drawn
 BF16, FP32 = torch.bfloat16, torch.float32
 CHANNELS, LENGTH = 24, 70
 OFFSETS = torch.tensor([0, 5, 5, 69], dtype=torch.int32)
+#: Calls of a delta rule: two chunks of a size that GPUs take.
+DELTA = Case((66,), batch=2, heads=(1, 2), sizes=(64, 64), initial=False)
+DELTA_PACK = DELTA._replace(lengths=(5, 0, 66), batch=0, behind=3)
 
 
 def conv(batch: int = 2, bias=None, initial_states=None, width: int = 4, **options):
@@ -97,6 +105,36 @@ def update(slots: torch.Tensor | None = None, bias=None, activation=None) -> dic
     return {"y": share(y, exact, terms)}
 
 
+def delta(op: str, batch: int = 2, states=None, scale: float | None = None, offsets=None):
+    """Shares of the bounds that both passes take, with states or without."""
+    case = DELTA._replace(batch=batch) if offsets is None else DELTA_PACK
+    o, given = operands(case)._replace(initial=states), states is not None
+    leaves = [None if t is None else leaf(t) for t in o]
+    rows = [t.unflatten(0, (batch, -1)) for t in leaves[:5]]
+    options = {"scale": scale, "initial_state": leaves[5], "cu_seqlens": offsets}
+    results = call(op, *rows, **options, output_final_state=given)[: 1 + given]
+    d_out, *d_last = upstream(case)[: 1 + given]
+    torch.autograd.backward(results, [d_out.view(results[0].shape), *d_last])
+    *wanted, exacts = exact(case, o, scale or case.sizes[0] ** -0.5)
+    count = len(wanted[0])
+    slopes = [t.double() for t in (d_out[:count], *d_last)]
+    torch.autograd.backward(wanted[: 1 + given], slopes)
+    got = [results[0].flatten(0, 1), *results[1:]]
+    got += [t.grad for t in leaves if t is not None]
+    wanted = [*wanted[: 1 + given], *(t.grad for t in exacts if t is not None)]
+    # Operands of products are bf16 on a GPU.
+    on_cpu = dispatch.backend("gated_delta_rule", d_out.device, BF16) == arch.CPU
+    shares = {}
+    names = ("out", "last") if given else ("out",)
+    for name, actual, want in zip(
+        (*names, "dq", "dk", "dv", "dg", "dbeta", "dstate"), got, wanted, strict=False
+    ):
+        bound = oracle.delta_bound(want, actual.dtype, 2.0**-22 if on_cpu else 2.0**-6)
+        error = (actual[: len(want)].double() - want[: len(actual)]).abs()
+        shares[name] = (error / bound[: len(actual)]).max().item()
+    return shares
+
+
 BIAS, STATES = drawn(CHANNELS, seed=5), drawn(2, CHANNELS, 3, seed=6)
 TABLE: dict[str, Cases] = {
     "causal_conv1d_fn": cases(
@@ -121,4 +159,16 @@ TABLE: dict[str, Cases] = {
         plain={},
         all={"slots": torch.tensor([2, 0]), "bias": BIAS, "activation": "silu"},
     ),
+    **{
+        op: cases(
+            functools.partial(delta, op),
+            plain={},
+            states={"states": drawn(2, 2, 64, 64, seed=8, dtype=FP32), "scale": 0.5},
+            pack={
+                "batch": 1, "offsets": DELTA_PACK.offsets,
+                "states": drawn(3, 2, 64, 64, seed=9, dtype=FP32),
+            },
+        )
+        for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    },
 }  # fmt: skip

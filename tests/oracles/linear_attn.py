@@ -26,3 +26,32 @@ def conv(
 def conv_bound(exact: torch.Tensor, terms: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Error bound: one rounding to ``dtype``, and fp32 sums of at most eight ``terms``."""
     return exact.abs() * torch.finfo(dtype).eps + terms * 2.0**-20 + torch.finfo(dtype).tiny
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [T, HV, V], last state) of one sequence, q [T, Hk, K], state [HV, K, V]; float64."""
+    q, k, v, g, beta, state = (t.double() for t in (q, k, v, g, beta, state))
+    served = torch.arange(v.shape[1]) // (v.shape[1] // q.shape[1])
+    out = []
+    for t in range(len(q)):
+        state = g[t].exp()[:, None, None] * state
+        error = v[t] - torch.einsum("hk,hkv->hv", k[t, served], state)
+        state = state + torch.einsum("hk,hv->hkv", k[t, served], beta[t, :, None] * error)
+        out.append(scale * torch.einsum("hk,hkv->hv", q[t, served], state))
+    return torch.stack(out) if out else v, state
+
+
+def delta_bound(exact: torch.Tensor, dtype: torch.dtype, inside: float = 2.0**-22) -> torch.Tensor:
+    """Error bound: one rounding to ``dtype``, and a share of the largest result.
+
+    inside: That share; states and their gradients are fp32 between chunks on the CPU.
+    """
+    return exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * inside

@@ -1,0 +1,201 @@
+"""The torch ops of the gated delta rule: schemas, fakes, autograd.
+
+    gated_delta_rule           (out [B, T, HV, V], final [S, HV, K, V], and what is saved)
+    gated_delta_rule_backward  gradients of q, k, v, g, beta, initial
+
+What nobody asks for is empty: final, a gradient, what a backend does not save.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import contracts
+from ..arch import CPU
+from ..errors import UnsupportedTransformError
+from ..runtime import dispatch
+from ..runtime.dispatch import Implementation
+from ..runtime.plan_cache import Plan
+from ..runtime.torch_ops import define_op, refuse_vmap
+from . import checks, config
+from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
+
+_ENTRY = "gated_delta_rule"
+
+for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")):
+    dispatch.register(
+        f"{_ENTRY}{_end}",
+        {
+            CPU: Implementation(
+                f"{__package__}.cpu_delta:{_function}", frozenset(config.DTYPE_NAMES)
+            )
+        },
+        contract="chunk_gated_delta_rule",
+    )
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> str:
+    return dispatch.backend(_ENTRY, device, dtype)
+
+
+for _name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+    contracts.register(contracts.Contract(_name, config.DELTA_KEPT, config.delta_facts, _backend))
+
+
+def _check(*args):
+    checks.delta_rule(DeltaRule(*args[:6]), *args[6:8])
+
+
+def _sequences(v: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
+    batch, length = v.shape[:2]
+    return Sequences(batch * length, length if offsets is None else 0, offsets)
+
+
+def _operands(q, k, v, g, beta, initial) -> DeltaRule:
+    """Rows [N, ...] of [B, T, ...]: views, or copies where strides allow none."""
+    return DeltaRule(*(t.flatten(0, 1) for t in (q, k, v, g, beta)), initial)
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _states(k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, ...]:
+    """Shape of a state of each sequence."""
+    count = v.shape[0] if offsets is None else offsets.shape[0] - 1
+    return count, v.shape[2], k.shape[3], v.shape[3]
+
+
+def _saved(
+    k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, on_cpu: bool
+) -> DeltaSaved:
+    rows = v.shape[0] * v.shape[1]  # not Size.numel(), which fixes what torch.compile varies
+    slots = _sequences(v, offsets).slots(config.DELTA_CHUNK) if rows else 0
+    states = (slots, *_states(k, v, offsets)[1:])
+    if on_cpu:
+        return DeltaSaved(
+            v.new_empty(states, dtype=torch.float32), *(v.new_empty(0) for _ in "dhu")
+        )
+    return DeltaSaved(
+        v.new_empty(states),
+        v.new_empty((rows, v.shape[2]), dtype=torch.float32),
+        v.new_empty((rows, v.shape[2], config.DELTA_CHUNK)),
+        v.new_empty((rows, *v.shape[2:])),
+    )
+
+
+def _results(k, v, offsets, with_final: bool, on_cpu: bool) -> tuple[torch.Tensor, ...]:
+    final = v.new_empty(_states(k, v, offsets) if with_final else 0, dtype=torch.float32)
+    return v.new_empty(v.shape), final, *_saved(k, v, offsets, on_cpu)
+
+
+def _fake(q, k, v, g, beta, initial, offsets, scale, with_final):
+    return _results(k, v, offsets, with_final, v.device.type == "cpu")
+
+
+def _plan(q, k, v, g, beta, initial, offsets, scale, with_final):
+    if not v.numel():
+        return Plan(_run_nothing, cacheable=False)
+    launch = dispatch.launcher(_ENTRY, v.device, v.dtype)
+    on_cpu = _backend(v.device, v.dtype) == CPU
+
+    def run(q, k, v, g, beta, initial, offsets, scale, with_final):
+        out, final, *saved = _results(k, v, offsets, with_final, on_cpu)
+        operands, sequences = _operands(q, k, v, g, beta, initial), _sequences(v, offsets)
+        last = final if with_final else None
+        launch(operands, sequences, _scale(q, scale), out.flatten(0, 1), last, DeltaSaved(*saved))
+        return out, final, *saved
+
+    return Plan(run)
+
+
+def _run_nothing(q, k, v, g, beta, initial, offsets, scale, with_final):
+    out, final, *saved = _fake(q, k, v, g, beta, initial, offsets, scale, with_final)
+    if with_final:
+        final.zero_() if initial is None else final.copy_(initial)
+    return out, final, *saved
+
+
+def _fake_backward(
+    d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
+):
+    return tuple(
+        t.new_empty(t.shape if need else 0) if t is not None else q.new_empty(0)
+        for t, need in zip((q, k, v, g, beta, initial), needs, strict=True)
+    )
+
+
+def _plan_backward(
+    d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
+):
+    if not v.numel():
+        return Plan(_run_backward_of_nothing, cacheable=False)
+    launch = dispatch.launcher(f"{_ENTRY}_backward", v.device, v.dtype)
+
+    def run(
+        d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
+    ):
+        inputs, saved = (q, k, v, g, beta, initial), DeltaSaved(states, decay, inner, u)
+        results = _fake_backward(d_out, d_final, *inputs, offsets, *saved, scale, needs)
+        *rows, d_initial = (t if need else None for t, need in zip(results, needs, strict=True))
+        rows = [None if t is None else t.flatten(0, 1) for t in rows]
+        launch(
+            d_out.flatten(0, 1), d_final, _operands(*inputs), _sequences(v, offsets),
+            _scale(q, scale), saved, DeltaGradients(*rows, d_initial),
+        )  # fmt: skip
+        return results
+
+    return Plan(run)
+
+
+def _run_backward_of_nothing(d_out, d_final, *args):
+    *rows, d_initial = _fake_backward(d_out, d_final, *args)
+    if d_initial.numel():
+        d_initial.zero_() if d_final is None else d_initial.copy_(d_final)
+    return *rows, d_initial
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, with_final = inputs
+    _, final, *saved = output
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.mark_non_differentiable(*saved, *(() if with_final else (final,)))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_out, d_final, *_):
+    if torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.chunk_gated_delta_rule: double backward (create_graph=True) is not "
+            "available"
+        )
+    tensors = ctx.saved_tensors
+    d_out = torch.zeros_like(tensors[2]) if d_out is None else d_out
+    needs = list(ctx.needs_input_grad[:6])
+    results = gated_delta_rule_backward(d_out, d_final, *tensors, ctx.scale, needs)
+    gradients = (t if need else None for t, need in zip(results, needs, strict=True))
+    return *gradients, None, None, None
+
+
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, Tensor? offsets"
+_vmap = refuse_vmap(
+    "chunk_gated_delta_rule", "is not supported; the batch dimension of q does the same"
+)
+gated_delta_rule = define_op(
+    f"gated_delta_rule({_OPERANDS}, float? scale, bool with_final) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    plan=_plan,
+    fake=_fake,
+    setup=_setup,
+    backward=_backward,
+    vmap=_vmap,
+)
+gated_delta_rule_backward = define_op(
+    f"gated_delta_rule_backward(Tensor d_out, Tensor? d_final, {_OPERANDS}, Tensor states, "
+    "Tensor decay, Tensor inner, Tensor u, float? scale, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    plan=_plan_backward,
+    fake=_fake_backward,
+    vmap=_vmap,
+)

@@ -1,0 +1,360 @@
+"""The gated delta rule on a CPU: values, bytes of parts and packs, gradients, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    UnsupportedTransformError,
+)
+from cute_kernels.linear_attn import cpu_delta
+from cute_kernels.runtime import dispatch
+from tests import contract
+from tests.anchors import planted
+from tests.contract import same_bytes
+from tests.oracles import linear_attn as oracle
+from tests.runtime.cached_calls import drawn
+
+from .delta_cases import BF16, CASES, FP32, Case, exact, operands, upstream
+
+NAMES = "q", "k", "v", "g", "beta", "initial_state"
+#: Operands of v heads.
+SERVED = "v", "g", "beta", "initial"
+
+
+class Results(NamedTuple):
+    """Results of both passes of a call on rows [N, ...], and all gradients."""
+
+    out: torch.Tensor
+    final: torch.Tensor
+    gradients: tuple[torch.Tensor, ...]
+
+
+def run(case: Case, o, slopes=None, function=ck.chunk_gated_delta_rule, scale=None) -> Results:
+    """Both passes of the public function."""
+    shape = (case.batch, case.lengths[0]) if case.batch else (1, case.rows)
+    rows = [t.unflatten(0, shape) for t in o[:5]]
+    leaves = [t.detach().requires_grad_() for t in (*rows, o.initial) if t is not None]
+    initial = leaves[5] if o.initial is not None else None
+    out, final = function(
+        *leaves[:5], scale, initial, output_final_state=True, cu_seqlens=case.offsets
+    )
+    d_out, d_final = upstream(case) if slopes is None else slopes
+    grads = torch.autograd.grad((out, final), leaves, (d_out.unflatten(0, shape), d_final))
+    flat = *(t.flatten(0, 1) for t in grads[:5]), *grads[5:]
+    return Results(out.flatten(0, 1).detach(), final.detach(), flat)
+
+
+def same(a: Results, b: Results) -> bool:
+    return all(map(same_bytes, (*a[:2], *a.gradients), (*b[:2], *b.gradients)))
+
+
+def rows_of(results: Results, rows: slice, states: slice = slice(None)) -> Results:
+    """Results of some rows, and of the states of some sequences."""
+    of_rows = *(t[rows] for t in results.gradients[:5]), *(t[states] for t in results.gradients[5:])
+    return Results(results.out[rows], results.final[states], of_rows)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    """Rows, states and all gradients; what lies behind the pack is 0."""
+    case, o = CASES[name], operands(CASES[name])
+    d_out, d_final = upstream(case)
+    got = run(case, o, scale=0.3)
+    want, last, leaves = exact(case, o, 0.3)
+    slopes = d_out[: len(want)].double(), d_final.double()
+    wanted = torch.autograd.grad((want, last), [t for t in leaves if t is not None], slopes)
+    assert got.final.dtype == FP32 and got.out.dtype == case.dtype
+    pairs = [(got.out, want), (got.final, last), *zip(got.gradients, wanted, strict=True)]
+    for actual, expected in pairs:
+        behind, expected = actual[len(want) :], expected[: len(actual)]
+        if actual is not got.final and actual is not got.gradients[-1]:
+            assert not behind.any()
+        bound = oracle.delta_bound(expected, actual.dtype)
+        assert ((actual.double()[: len(expected)] - expected).abs() <= bound).all()
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+SEQUENCE = Case((150,), batch=1)
+
+
+def parts(cuts: tuple[int, ...]) -> tuple[Results, Results]:
+    """(the whole, its parts by way of states and their gradients) of a sequence of 150 rows.
+
+    Its gates are slow: the roundings of S between chunks reach the end.
+    """
+    o, (d_out, d_final) = operands(SEQUENCE), upstream(SEQUENCE)
+    o = o._replace(g=o.g * 0.005)
+    whole, initial = run(SEQUENCE, o), o.initial.requires_grad_()
+    state, outs, leaves = initial, [], []
+    for first, end in itertools.pairwise((0, *cuts, 150)):
+        rows = [t[None, first:end].detach().requires_grad_() for t in o[:5]]
+        out, state = ck.chunk_gated_delta_rule(*rows, initial_state=state, output_final_state=True)
+        outs.append(out[0])
+        leaves.append(rows)
+    out = torch.cat(outs)
+    each = [t for rows in leaves for t in rows]
+    *grads, d_initial = torch.autograd.grad((out, state), (*each, initial), (d_out, d_final))
+    grads = [torch.cat(grads[i::5], 1)[0] for i in range(5)]
+    return whole, Results(out.detach(), state.detach(), (*grads, d_initial))
+
+
+@pytest.mark.parametrize("cuts", [(64,), (128,), (64, 128)], ids=str)
+def test_parts_cut_at_chunks_have_the_bytes_of_the_whole(cuts):
+    """Both passes: the gradient of a state is the one that a part before it goes on from."""
+    assert same(*parts(cuts))
+
+
+def test_an_initial_state_starts_a_grid_of_chunks():
+    """Cut elsewhere, the rounding of S is elsewhere: right, but other bytes."""
+    whole, cut = parts((50,))
+    assert same_bytes(whole.out[:50], cut.out[:50]) and not same_bytes(whole.final, cut.final)
+    assert (whole.final - cut.final).abs().max() < 1e-5 * whole.final.abs().max()
+
+
+PACK = Case((5, 0, 66, 1, 130), behind=3)
+
+
+def alone(case: Case, o, s: int) -> tuple[Results, slice]:
+    """Sequence ``s`` of a pack as a batch of one, and its rows."""
+    first, end = case.sequences.bounds()[s]
+    rows, (d_out, d_final) = slice(first, end), upstream(case)
+    part = type(o)(*(t[rows] for t in o[:5]), o.initial[s : s + 1])
+    slopes = d_out[rows], d_final[s : s + 1]
+    return run(case._replace(lengths=(end - first,), batch=1, behind=0), part, slopes), rows
+
+
+def packs() -> None:
+    o = operands(PACK)
+    whole = run(PACK, o)
+    for s in range(PACK.count):
+        single, rows = alone(PACK, o, s)
+        assert same(rows_of(whole, rows, slice(s, s + 1)), single)
+
+
+def test_a_sequence_of_a_pack_has_its_bytes_alone():
+    """Empty ones, those of one row, and those of several chunks."""
+    packs()
+
+
+def test_an_empty_sequence_keeps_its_state():
+    o, (_, d_final) = operands(PACK), upstream(PACK)
+    results = run(PACK, o)
+    assert same_bytes(results.final[1], o.initial[1])
+    assert same_bytes(results.gradients[5][1], d_final[1])
+    empty = Case((0,), batch=2)
+    results = run(empty, operands(empty))
+    assert same_bytes(results.final, operands(empty).initial) and results.out.shape == (0, 4, 24)
+    assert same_bytes(results.gradients[5], upstream(empty)[1])
+    zeros = ck.chunk_gated_delta_rule(
+        *(t[None] for t in operands(empty)[:5]), output_final_state=True
+    )[1]
+    assert zeros.shape == (1, 4, 16, 24) and not zeros.any()
+
+
+def test_a_batch_beside_nan():
+    """Another sequence, and what lies behind a pack, may be anything."""
+    case = Case((70,), batch=2)
+    o, slopes = operands(case), upstream(case)
+    want = rows_of(run(case, o, slopes), slice(70), slice(1))
+    for t in (*o[:5], slopes[0]):
+        t[70:] = torch.nan
+    for t in (o.initial, slopes[1]):
+        t[1:] = torch.nan
+    assert same(rows_of(run(case, o, slopes), slice(70), slice(1)), want)
+    pack = Case((70,), behind=70)
+    beside = o._replace(initial=o.initial[:1])
+    got = run(pack, beside, (slopes[0], slopes[1][:1]))
+    assert same(rows_of(got, slice(70)), want)
+    assert not any(t[70:].any() for t in (got.out, *got.gradients[:5]))
+
+
+def served_alone() -> None:
+    """v heads of a k head: each has its bytes alone, and dq and dk add theirs, ascending.
+
+    The first two are alike, with slopes that cancel, and so large that nothing else would be left
+    of the third in another order.
+    """
+    case = Case((66,), batch=1, heads=(1, 3), dtype=FP32, beta=FP32)
+    o, slopes = operands(case), upstream(case)
+    for t in (*o[2:5], o.initial):
+        t[:, 1] = t[:, 0]
+    for t in slopes:
+        t[:, 0] *= 2.0**40
+        t[:, 1] = -t[:, 0]
+    whole = run(case, o, slopes)
+    for h in range(3):
+        heads = slice(h, h + 1)
+        part = o._replace(**{name: getattr(o, name)[:, heads] for name in SERVED})
+        single = run(case._replace(heads=(1, 1)), part, [t[:, heads] for t in slopes])
+        of_whole = [t[:, heads] for t in (*whole[:2], *whole.gradients[2:])]
+        assert all(map(same_bytes, (*single[:2], *single.gradients[2:]), of_whole))
+    for of_last, total in zip(single.gradients[:2], whole.gradients, strict=False):
+        assert same_bytes(of_last + 0.0, total)
+
+
+def test_v_heads_that_share_a_k_head():
+    served_alone()
+
+
+def test_no_bit_follows_how_much_is_computed_at_once(monkeypatch):
+    case = Case((70,), batch=2, heads=(2, 6))
+    want = run(case, operands(case))
+    monkeypatch.setattr(cpu_delta, "_AT_ONCE", 5 * 64 * 16 * 24)
+    assert same(run(case, operands(case)), want)
+
+
+def test_both_names_are_one_op():
+    case = CASES["batch"]
+    rows = run(case, operands(case), function=ck.fused_recurrent_gated_delta_rule)
+    assert same(rows, run(case, operands(case)))
+
+
+def test_the_default_scale_is_that_of_the_size_of_k():
+    case = CASES["batch"]
+    assert same(run(case, operands(case), scale=0.25), run(case, operands(case)))
+
+
+def sequences_of(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of sequences of 3 rows of one head of 8 channels, one in each row given."""
+    q, k, v = rows.view(-1, 3, 3, 1, 8).unbind(2)
+    g, beta = -rows[:, :3, None].float().abs(), rows[:, 3:6, None]
+    return ck.chunk_gated_delta_rule(q, k, v, g, beta)[0].reshape(len(rows), 24)
+
+
+def test_the_battery_of_rows():
+    """A sequence is a row: batches, neighbours, NaN among them, strides, repeated calls."""
+    op = contract.RowOp("chunk_gated_delta_rule", sequences_of, width=72, dtype=BF16)
+    assert contract.check_rows(op, 70, seed=1) > 50
+
+
+#: Edits of cpu_delta.py.
+MUTANTS = {
+    "no rounding between chunks": (
+        ".flatten(0, 1).clone()", ".flatten(0, 1).double()",
+    ),
+    "decay after the read": (
+        "torch.sub(v, halves(state * k, 1), out=residuals[t])",
+        "torch.sub(v, halves(states[t] * k, 1), out=residuals[t])",
+    ),
+    "o before the update": ("halves(states[1:] * some.q", "halves(states[:-1] * some.q"),
+    "k heads by turns": ("t.repeat_interleave(times, 2)", "t.repeat(1, 1, times, 1)"),
+    "one v head's gradient": ("        total = total + head\n", "        total = head\n"),
+    "chunks of the pack": (
+        "min(start + DELTA_CHUNK, self.length)",
+        "min(start + DELTA_CHUNK, self.length) if self.first % 2 == 0 else self.length",
+    ),
+    "another sequence's state": (
+        "return states[self.sequence : self.sequence + self.count]", "return states[: self.count]",
+    ),
+    "another chunk's state": ("saved.states[first::chunks]", "saved.states[0::chunks]"),
+    "a gradient of the state that is not decayed": (
+        "slope = decayed[t] * decays[t]", "slope = decayed[t]",
+    ),
+    "v heads descending": (".unbind(3)\n", ".flip(3).unbind(3)\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(name):
+    with planted(cpu_delta, MUTANTS[name]), pytest.raises(AssertionError):
+        dispatch.forget()
+        for case in ("batch", "pack"):
+            test_against_float64(case)
+        packs()
+        assert same(*parts((64, 128)))
+        served_alone()
+    dispatch.forget()
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+Q, V, G = drawn(2, 3, 2, 16), drawn(2, 3, 4, 16), drawn(2, 3, 4, dtype=FP32)
+RIGHT = {"q": Q, "k": Q, "v": V, "g": G, "beta": G}
+OFFSETS = torch.tensor([0, 2, 3])
+#: Arguments of one sequence of 3 rows.
+ONE = {name: t[:1] for name, t in RIGHT.items()}
+STATE = torch.zeros(2, 4, 16, 16)
+#: Wrong arguments -> (error, the message's beginning).
+REFUSED = {
+    "three dimensions": ({"q": Q[0]}, ShapeError, "q: expected 4 dimensions [B, T, H, K]"),
+    "a K of 12": ({"q": Q[..., :12], "k": Q[..., :12]}, ShapeError, "q: expected K a multiple"),
+    "a K of 264": (
+        {"q": drawn(2, 3, 2, 264), "k": drawn(2, 3, 2, 264)}, ShapeError, "q: expected K a",
+    ),
+    "no heads": ({"q": Q[:, :, :0], "k": Q[:, :, :0]}, ShapeError, "q: expected H, heads,"),
+    "another k": ({"k": Q[:, :, :1]}, ShapeError, "k: expected shape [2, 3, 2, 16], that of q"),
+    "three v heads": ({"v": V[:, :, :3]}, ShapeError, "v: expected HV, heads, a multiple of 2"),
+    "a V of 4": ({"v": V[..., :4]}, ShapeError, "v: expected V a multiple of 8"),
+    "another T": ({"v": V[:, :2]}, ShapeError, "v: expected shape [2, 3, HV, V]"),
+    "another dtype of v": ({"v": V.float()}, DtypeError, "v: expected one of torch.bfloat16"),
+    "gates of k heads": ({"g": G[..., :2]}, ShapeError, "g: expected shape [2, 3, 4]"),
+    "gates in bf16": ({"g": G.bfloat16()}, DtypeError, "g: expected one of torch.float32"),
+    "beta in fp16": ({"beta": G.half()}, DtypeError, "beta: expected one of torch.bfloat16"),
+    "one state": ({"initial_state": STATE[:1]}, ShapeError, "initial_state: expected shape [2, 4"),
+    "a state in bf16": (
+        {"initial_state": STATE.bfloat16()}, DtypeError, "initial_state: expected one of",
+    ),
+    "a scale of NaN": ({"scale": float("nan")}, ArgumentValueError, "scale: expected a finite"),
+    "a scale in words": ({"scale": "1"}, ArgumentTypeError, "scale: expected a number"),
+    "a batch and offsets": ({"cu_seqlens": OFFSETS}, ShapeError, "cu_seqlens: expected batch 1"),
+    "offsets beyond q": (
+        ONE | {"cu_seqlens": OFFSETS * 2}, ArgumentValueError, "cu_seqlens: expected numbers",
+    ),
+    "heads first": (
+        {"head_first": False}, ArgumentTypeError, "head_first: expected no head_first",
+    ),
+    "states [V, K]": (
+        {"state_v_first": True}, ArgumentTypeError, "state_v_first: expected no state_v_first",
+    ),
+    "a norm inside": (
+        {"use_qk_l2norm_in_kernel": True}, ArgumentTypeError, "use_qk_l2norm_in_kernel: expected",
+    ),
+    "another argument": ({"u": G}, ArgumentTypeError, "u: expected an argument"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_refused(which):
+    changed, error, message = REFUSED[which]
+    with pytest.raises(error) as caught:
+        ck.chunk_gated_delta_rule(**RIGHT | changed)
+    assert str(caught.value).startswith(message)
+
+
+def test_double_backward_is_refused():
+    v = V.clone().requires_grad_()
+    out, _ = ck.chunk_gated_delta_rule(**RIGHT | {"v": v})
+    with pytest.raises(UnsupportedTransformError, match="double backward"):
+        torch.autograd.grad(out.sum(), v, create_graph=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_that_nobody_needs(name):
+    """One alone has the bytes that it has among all; the state is not asked for."""
+    case = Case((9,), batch=2)
+    o, (d_out, _) = operands(case), upstream(case)
+    results = []
+    for wanted in (NAMES, (name,)):
+        leaves = {n: t.unflatten(0, (2, -1)) for n, t in zip(NAMES, o[:5], strict=False)}
+        leaves["initial_state"] = o.initial
+        leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
+        out, final = ck.chunk_gated_delta_rule(**leaves)
+        assert final is None
+        out.backward(d_out.view(out.shape))
+        assert all((t.grad is not None) == (n in wanted) for n, t in leaves.items())
+        results.append(leaves[name].grad)
+    assert same_bytes(*results)
