@@ -45,7 +45,7 @@ SYSTEMS = (
             ),
         },
         launcher=None,
-        modules=("op", "op_delta"),
+        modules=("op", "op_delta", "op_gate"),
     ),
     System(
         "logp",

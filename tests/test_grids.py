@@ -105,7 +105,8 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
     from cute_kernels.linear_attn.config import MAX_CHANNELS
-    from cute_kernels.linear_attn.tensors import Conv, ConvGradients, Sequences
+    from cute_kernels.linear_attn.tensors import Conv, ConvGradients, Gate, GateGradients, Sequences
+    from cute_kernels.linear_attn.triton import gate
     from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
@@ -115,7 +116,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        for module in (linear_attn, routing, rowwise):
+        for module in (gate, linear_attn, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
         routing.gather(y, offsets, positions[0], positions)
@@ -128,6 +129,9 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         sums = _meta(MAX_CHANNELS, 4, dtype=torch.float32)
         gradients = ConvGradients(pack, sums, None, operands[0].initial)
         linear_attn.conv_backward(pack, *operands, gradients)
+        heads = sums[:, 0]
+        gradients = GateGradients(None, heads, None)
+        gate.decay_gate_backward(pack, Gate(pack, heads, None), operands[1], gradients)
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

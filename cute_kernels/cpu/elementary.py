@@ -133,6 +133,14 @@ def log(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x < torch.inf, value, x)
 
 
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """Compute ln(1 + e^x); inf for inf, 0 for -inf, NaN for NaN."""
+    # max(x, 0) + ln(1 + u), u = e^-|x|: s of `log` is below 1/3.
+    u = exp(-x.abs())
+    s = u / (u + 2.0)
+    return x.clamp(min=0.0) + _horner(LOG_SERIES, s * s) * s
+
+
 def cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin) of an angle of fp32, below 2^25 in size; NaN for inf and NaN."""
     # r = angle - n π / 2, from π / 2 in three parts: the first two products are exact.

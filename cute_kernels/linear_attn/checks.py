@@ -9,7 +9,7 @@ import torch
 from ..errors import ArgumentValueError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import CONV_WIDTHS, DELTA_CHUNK, DELTA_SIZES, MAX_CHANNELS
+from .config import CONV_WIDTHS, DELTA_CHUNK, DELTA_SIZES, L2NORM_WIDTHS, MAX_CHANNELS
 from .tensors import DeltaRule
 
 STATE_LAYOUTS = ("state_v_first", "transpose_state_layout")
@@ -100,6 +100,47 @@ def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: floa
         checking.same_device("initial_state", initial_state, "q", q)
     if scale is not None and not math.isfinite(checking.number("scale", scale)):
         raise ArgumentValueError(expected("scale", "a finite number", scale))
+
+
+def l2norm(x: torch.Tensor, eps: float) -> None:
+    """Check the arguments of `op_gate.l2norm`."""
+    checking.tensor("x", x)
+    checking.dtype("x", x.dtype, checking.FLOATS)
+    checking.supported("l2norm", x.device)
+    step, most = L2NORM_WIDTHS
+    if x.dim() < 1 or not (0 < x.shape[-1] <= most and x.shape[-1] % step == 0):
+        want = f"a last dimension that is a multiple of {step} up to {most}"
+        raise ShapeError(expected("x", want, list(x.shape)))
+    if not 2.0**-126 <= checking.number("eps", eps) <= 2.0**40:
+        raise ArgumentValueError(expected("eps", "a number from 2^-126 to 2^40", eps))
+
+
+def decay_gate(
+    a: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    A_log_main_grad: torch.Tensor | None,
+    dt_bias_main_grad: torch.Tensor | None,
+) -> None:
+    """Check the arguments of `op_gate.decay_gate`."""
+    checking.operand("a", a, "[B, T, H]")
+    checking.supported("decay_gate", a.device)
+    heads = a.shape[2]
+    if heads > MAX_CHANNELS:
+        raise ShapeError(expected("a", f"an H of at most {MAX_CHANNELS}", heads))
+    parameters = {"A_log": (A_log, A_log_main_grad)}
+    if dt_bias is not None or dt_bias_main_grad is not None:
+        parameters["dt_bias"] = dt_bias, dt_bias_main_grad
+    for name, (parameter, main_grad) in parameters.items():
+        if parameter is not None:
+            checking.operand(name, parameter, "[H]")
+            if parameter.shape[0] != heads:
+                want = f"shape [{heads}], H of a"
+                raise ShapeError(expected(name, want, list(parameter.shape)))
+            checking.same_device(name, parameter, "a", a)
+        destination.check_of(f"{name}_main_grad", main_grad, name, parameter, a)
+    count_of(cu_seqlens, "a", a)
 
 
 def _multiple(name: str, what: str, size: int, of: int, most: int | None = None) -> None:

@@ -17,7 +17,7 @@ from ..cpu import elementary
 from .triton.plan import TRITON
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-#: Rows of a chunk of the convolution's sums over rows.
+#: Rows of a chunk of sums over rows: the convolution's, and the decay's.
 CONV_CHUNK = 64
 #: Rows that the convolution reads: the row itself and those before it.
 CONV_WIDTHS = (2, 3, 4)
@@ -30,6 +30,10 @@ DELTA_CHUNK = 64
 DELTA_BLOCK = 16
 #: K and V are multiples of the first, and at most the second.
 DELTA_SIZES = 8, 256
+#: Widths of rows that `op_gate.l2norm` takes are multiples of the first, up to the second.
+L2NORM_WIDTHS = 8, 256
+#: softplus(x) is x above it, as torch has it.
+SOFTPLUS_LINEAR = 20.0
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what the convolution keeps.
@@ -51,9 +55,23 @@ def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "gradient of a row": "one multiply-add a tap, the next row first; one rounding",
         "chunk": CONV_CHUNK,
     }
-    if backend == arch.CPU:
-        return common | {"inside": "fp64", "exp2": elementary.EXP2}
-    return common | _triton_facts(device)
+    return common | _arithmetic(backend, device)
+
+
+def gate_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that bits of `op_gate` depend on, for the contracts of its callers."""
+    adds = "each half onto half" if backend == arch.CPU else "neighbours, then their sums"
+    common: dict[str, object] = {
+        "l2norm": "x (1 / sqrt(sum x^2 + eps)), one rounding",
+        "gradient of l2norm": "rstd (dy - xhat sum(dy xhat)), one rounding",
+        "sum of a row": f"{adds}; zeros fill it up to a power of two",
+        "decay": "-(e^A_log) softplus(a + dt_bias)",
+        "softplus": f"max(x, 0) + 2 artanh(u / (u + 2)), u = e^-|x|; x above {SOFTPLUS_LINEAR}",
+        "artanh": elementary.LOG_SERIES[: None if backend == arch.CPU else TRITON.log_terms],
+        "sums of the decay": "one multiply-add a row, rows of a chunk ascending, then chunks",
+        "chunk": CONV_CHUNK,
+    }
+    return common | _arithmetic(backend, device)
 
 
 def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
@@ -66,18 +84,20 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
     }
     if backend == arch.CPU:
         order = "row by row: decay, u = beta (v - S k), S + k u, scale S q; sums by halves"
-        return common | {"order": order, "inside": "fp64", "exp2": elementary.EXP2}
+        return common | {"order": order} | _arithmetic(backend, device)
     order = (
         "blocks of a chunk ascending: decays 2^(G_i - G_j) of a running sum G, (I + L) u = r by "
         "the inverse of each diagonal block, P u on q S, the update of S from zero"
     )
     products = "bf16 operands, fp32 accumulators, ascending k"
-    return common | _triton_facts(device) | {
+    return common | _arithmetic(backend, device) | {
         "order": order, "products": products, "block": DELTA_BLOCK,
     }  # fmt: skip
 
 
-def _triton_facts(device: arch.Device) -> dict[str, object]:
+def _arithmetic(backend: str, device: arch.Device) -> dict[str, object]:
+    if backend == arch.CPU:
+        return {"inside": "fp64", "exp2": elementary.EXP2}
     exp2 = "v_exp_f32" if device.arch.startswith("gfx") else "ex2.approx.ftz"
     constants = {"log2(e)": elementary.LOG2E_FP32, "exp2": exp2}
     return constants | {"inside": "fp32", "fp_fusion": TRITON.fp_fusion}

@@ -90,15 +90,17 @@ def _add_sums(
     into: torch.Tensor | None,
     of_bias: torch.Tensor | None,
 ) -> None:
-    """Add a sequence's dweight and dbias, chunk by chunk, each summed row by row in fp64."""
-    for start in range(0, slope.shape[0], CONV_CHUNK):
-        chunk = slope[start : start + CONV_CHUNK]
-        if into is not None:
-            for w in range(into.shape[1]):
-                products = rows[start + w : start + w + len(chunk)] * chunk
-                into[:, w] += _chain(products).float()
-        if of_bias is not None:
-            of_bias += _chain(chunk).float()
+    """Add a sequence's dweight and dbias, chunk by chunk."""
+    for w in range(0 if into is None else into.shape[1]):
+        add_chunks(into[:, w], rows[w : w + len(slope)] * slope)
+    if of_bias is not None:
+        add_chunks(of_bias, slope)
+
+
+def add_chunks(into: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add a sequence's fp64 rows [T, D] to into [D], fp32, chunk by chunk, each a chain."""
+    for chunk in rows.split(CONV_CHUNK) if len(rows) else ():
+        into += _chain(chunk).float()
 
 
 def _chain(rows: torch.Tensor) -> torch.Tensor:

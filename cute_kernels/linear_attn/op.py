@@ -48,7 +48,8 @@ def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, si
     return main_grad is not None or bias_main_grad is not None
 
 
-def _sequences(x: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
+def sequences_of(x: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
+    """Sequences of x [B, D, T], a batch or a pack."""
     batch, _, length = x.shape
     return Sequences(batch * length, length if offsets is None else 0, offsets)
 
@@ -77,7 +78,7 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
         read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
         destination.check_no_aliases(main_grad, bias_main_grad, **read)
         out = _channel_last(x)
-        launch(Conv(_rows(x), weight, bias, initial), _sequences(x, offsets), silu, _rows(out))
+        launch(Conv(_rows(x), weight, bias, initial), sequences_of(x, offsets), silu, _rows(out))
         return out
 
     return Plan(run)
@@ -101,13 +102,13 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
         destination.check_no_aliases(main_grad, bias_main_grad, dy=dy)
         of_x, of_weight, of_bias, of_initial = needs
         sums = (
-            _sum_of(weight, main_grad) if of_weight else None,
-            _sum_of(bias, bias_main_grad) if of_bias else None,
+            sum_of(weight, main_grad) if of_weight else None,
+            sum_of(bias, bias_main_grad) if of_bias else None,
         )
         dx = _channel_last(x) if of_x else None
         d_initial = x.new_empty(initial.shape) if of_initial else None
         rows = None if dx is None else _rows(dx)
-        operands = Conv(_rows(x), weight, bias, initial), _sequences(x, offsets), silu
+        operands = Conv(_rows(x), weight, bias, initial), sequences_of(x, offsets), silu
         launch(_rows(dy), *operands, ConvGradients(rows, *sums, d_initial))
         d_weight = sums[0].to(weight.dtype) if of_weight and main_grad is None else None
         d_bias = sums[1].to(bias.dtype) if of_bias and bias_main_grad is None else None
@@ -117,7 +118,7 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
     return Plan(run)
 
 
-def _sum_of(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
+def sum_of(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
     """The fp32 tensor that a gradient is added to."""
     if main_grad is not None:
         return main_grad

@@ -78,6 +78,25 @@ class DeltaGradients(NamedTuple):
     initial: torch.Tensor | None
 
 
+class Gate(NamedTuple):
+    """Operands of a decay.  a: rows [N, H].  A_log: [H].  dt_bias: [H] or None."""
+
+    a: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor | None
+
+
+class GateGradients(NamedTuple):
+    """Gradients that a backward of a decay makes; None: one that nobody needs.
+
+    da [N, H] is written, of the dtype of a; A_log and dt_bias [H], fp32, are added to.
+    """
+
+    da: torch.Tensor | None
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class Sequences:
     """Sequences among N rows: a batch of equal lengths, or a pack.

@@ -1,4 +1,4 @@
-"""Calls of the convolution: a batch or a pack, with every option."""
+"""Calls of the convolution and of what comes before the delta rule: a batch or a pack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.linear_attn.tensors import Sequences
+from cute_kernels.linear_attn.tensors import Gate, GateGradients, Sequences
 from tests.runtime.cached_calls import drawn
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -74,3 +74,66 @@ CASES = {
     "width 2": Case((3, 70), width=2, dtype=FP32),
     "width 3": Case((67,), batch=1, width=3, channels=130, dtype=torch.float16),
 }
+
+
+# ---- the ops before the gated delta rule ---------------------------------------------------------
+
+#: Inputs of a gate at the ends of its formulas.
+SPECIAL = (float("-inf"), -100.0, -20.0, -1e-3, 0.0, 1e-3, 19.5, 20.5, 30.0, 300.0)
+#: K of rows of l2norm.
+WIDTHS = (8, 24, 64, 128, 200, 256)
+GATES = {
+    "batch": Case((21,), batch=2, channels=6),
+    "two chunks": Case((70,), batch=2, channels=3, bias=False, dtype=FP32),
+    "pack": Case((5, 0, 66, 1, 130), channels=6, behind=3),
+    "many heads": Case((3, 2), channels=70, dtype=torch.float16),
+}
+
+
+class GateOperands(NamedTuple):
+    """Rows [N, H] of a decay, its parameters, and the gradient of its result."""
+
+    a: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor | None
+    dg: torch.Tensor
+
+
+def gate_operands(case: Case, seed: int = 0) -> GateOperands:
+    """Rows of which some elements are `SPECIAL`."""
+    h, dtype = case.channels, case.dtype
+    a = drawn(case.rows, h, seed=seed, dtype=FP32) * 6
+    flat = a.view(-1)[3::7]
+    flat[: len(SPECIAL)] = torch.tensor(SPECIAL)[: len(flat)]
+    dt_bias = drawn(h, seed=seed + 2, dtype=FP32) if case.bias else None
+    dg = drawn(case.rows, h, seed=seed + 3, dtype=FP32)
+    return GateOperands(a.to(dtype), drawn(h, seed=seed + 1, dtype=dtype), dt_bias, dg)
+
+
+def decay(launch, case: Case, o: GateOperands, sums=None) -> list[torch.Tensor]:
+    """Results of both passes of launchers of the decay: g, da, dA_log, d_dt_bias."""
+    call = Gate(*o[:3]), case.sequences
+    g, da = torch.full_like(o.dg, float("nan")), torch.full_like(o.a, float("nan"))
+    launch.decay_gate(*call, g)
+    if sums is None:
+        sums = torch.zeros(case.channels), torch.zeros(case.channels)
+    into = sums if o.dt_bias is not None else (sums[0], None)
+    launch.decay_gate_backward(o.dg, *call, GateGradients(da, *into))
+    return [g, da, *sums]
+
+
+def l2norm(launch, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Results of both passes of launchers of l2norm, of rows [N, H, K]: y, dx."""
+    y, dx = (torch.full(x.shape, float("nan"), dtype=x.dtype) for _ in range(2))
+    launch.l2norm(x, 1e-6, y)
+    launch.l2norm_backward(dy, x, 1e-6, dx)
+    return [y, dx]
+
+
+def norm_rows(width: int, dtype: torch.dtype = BF16, rows: int = 7, heads: int = 3):
+    """(x, dy) [N, H, K] of l2norm: a slice of wider rows, some of them near 0."""
+    wide = drawn(rows, (heads + 2) * width, seed=width, dtype=dtype)
+    x = wide[:, width:-width].view(rows, heads, width)
+    x[1] *= 2.0**-12
+    x[2, 0] = 0
+    return x, drawn(rows, heads, width, seed=width + 1, dtype=dtype)

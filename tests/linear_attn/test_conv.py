@@ -232,7 +232,7 @@ MUTANTS = {
     "the first sequence's state": ("initial[sequence].mT", "initial[0].mT"),
     "the newest input first": ("weight.double().unbind(1)", "weight.double().flip(1).unbind(1)"),
     "a state of the other end": ("= gradient[:tail].mT", "= gradient[-tail:].mT"),
-    "a sum of rows that were rounded": ("chunk = slope[", "chunk = slope.bfloat16().double()["),
+    "a sum of rows that were rounded": ("(of_bias, slope)", "(of_bias, slope.bfloat16().double())"),
 }  # fmt: skip
 
 

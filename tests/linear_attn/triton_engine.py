@@ -1,4 +1,4 @@
-"""Runner of the Triton kernels of linear attention."""
+"""Runners of the Triton kernels of linear attention."""
 
 from __future__ import annotations
 
@@ -15,4 +15,16 @@ RUNNER = Runner(
         "add_sums_kernel": ("into_ptr",),
     },
 )
-RUNNERS = (RUNNER,)
+GATE = Runner(
+    package,
+    {
+        "l2norm_kernel": ("y_ptr",),
+        "l2norm_gradient_kernel": ("dx_ptr",),
+        "decay_kernel": ("g_ptr",),
+        "decay_gradient_kernel": ("da_ptr",),
+        "decay_sums_kernel": ("sums_ptr",),
+        "add_sums_kernel": ("into_ptr",),
+    },
+    files=("kernel", "kernel_gate", "launch", "gate"),
+)
+RUNNERS = (RUNNER, GATE)

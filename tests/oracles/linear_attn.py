@@ -55,3 +55,15 @@ def delta_bound(exact: torch.Tensor, dtype: torch.dtype, inside: float = 2.0**-2
     inside: That share; states and their gradients are fp32 between chunks on the CPU.
     """
     return exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * inside
+
+
+def l2norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(Σ x² + eps) in float64, as FLA has it."""
+    x = x.double()
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
+    """-e^A_log softplus(a + dt_bias) in float64, as transformers has it."""
+    x = a.double() if dt_bias is None else a.double() + dt_bias.double()
+    return -A_log.double().exp() * functional.softplus(x)

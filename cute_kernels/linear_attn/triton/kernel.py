@@ -1,9 +1,9 @@
 """The causal convolution in Triton: rows, their gradients, and sums over the rows of a chunk.
 
-A program has `ROWS` rows of one sequence and some channels; `_rows_of` finds them from its slot and
-the offsets, so no host reads these.  A row is a chain of multiply-adds, the oldest input first; a
-sum over a chunk's rows is one too, the first row first.  Nothing is atomic or autotuned, and
-nothing is fused but `tl.fma`.
+A program has `ROWS` rows of one sequence and some channels; `sequence_rows` finds them from its
+slot and the offsets, so no host reads these.  A row is a chain of multiply-adds, the oldest input
+first; a sum over a chunk's rows is one too, the first row first.  Nothing is atomic or autotuned,
+and nothing is fused but `tl.fma`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...runtime.triton_elementary import activation_slope, activation_value
 
 
 @triton.jit
-def _rows_of(offsets_ptr, ROWS: tl.constexpr, N, LENGTH, SEQUENCES):
+def sequence_rows(offsets_ptr, ROWS: tl.constexpr, N, LENGTH, SEQUENCES):
     """(sequence, its first row, its end, the program's first row); see `Sequences.slots`.
 
     Of a pack the sequence `SEQUENCES` is what lies behind the last one.
@@ -122,7 +122,7 @@ def conv_kernel(
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Rows of the convolution; rows that belong to no sequence are 0."""
-    sequence, first, end, start = _rows_of(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
+    sequence, first, end, start = sequence_rows(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
     row = start + tl.arange(0, ROWS)
     channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
     y = _preactivation(
@@ -157,7 +157,7 @@ def conv_gradient_kernel(
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """dx; rows that belong to no sequence are 0."""
-    sequence, first, end, start = _rows_of(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
+    sequence, first, end, start = sequence_rows(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
     row = start + tl.arange(0, ROWS)
     channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
     dx = _gradient(
@@ -199,7 +199,7 @@ def conv_sums_kernel(
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """sums [slots, WIDTH + 1, D]: dweight by tap and dbias of a chunk; -0 where there is none."""
-    sequence, first, end, start = _rows_of(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
+    sequence, first, end, start = sequence_rows(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
     tap = tl.arange(0, 8)
     channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
     total = tl.zeros((8, CHANNELS), tl.float32)
@@ -215,12 +215,20 @@ def conv_sums_kernel(
         )  # fmt: skip
         rows = tl.where((tap == WIDTH)[:, None], 1.0, rows)
         total = tl.fma(rows, tl.broadcast_to(of_row, (8, CHANNELS)), total)
+    store_sums(sums_ptr, total, tap, channel, sequence, start, end, SEQUENCES, D, WIDTH + 1)
+
+
+@triton.jit
+def store_sums(
+    sums_ptr, total, row, channel, sequence, start, end, SEQUENCES, D, EACH: tl.constexpr
+):  # fmt: skip
+    """sums [slots, EACH, D]: a chunk's totals, of rows below EACH; -0 where there is no chunk."""
     # -0, which adds nothing to -0 either; Triton makes +0 of a literal.
-    nothing = tl.full((8, CHANNELS), -2147483648, tl.int32).to(tl.float32, bitcast=True)
+    nothing = tl.full(total.shape, -2147483648, tl.int32).to(tl.float32, bitcast=True)
     total = tl.where((sequence < SEQUENCES) & (start < end), total, nothing)
     slot = tl.program_id(0).to(tl.int64)
-    offset = (slot * (WIDTH + 1) + tap[:, None]) * D + channel[None, :]
-    mask = (tap < WIDTH + 1)[:, None] & (channel < D)[None, :]
+    offset = (slot * EACH + row[:, None]) * D + channel[None, :]
+    mask = (row < EACH)[:, None] & (channel < D)[None, :]
     tl.store(sums_ptr + offset, total, mask=mask)
 
 

@@ -6,6 +6,8 @@ and its current stream, and compiles at its first launch.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from ...log import contiguous
@@ -64,17 +66,29 @@ def _add_sums(tensors, sizes, options, slots: int, gradients: ConvGradients) -> 
     kernels.conv_sums_kernel[(slots, blocks)](
         *tensors, parts, *sizes, **options, ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels
     )
-    for into, taps, first in ((gradients.weight, width, 0), (gradients.bias, 1, width)):
-        if into is None:
-            continue
-        dense = into.contiguous()
-        kernels.add_sums_kernel[(blocks, taps)](
-            parts, dense, slots, channels, taps,
-            ROW=first, EACH=width + 1, CHANNELS=TRITON.sum_channels,
-            num_warps=TRITON.num_warps, enable_fp_fusion=TRITON.fp_fusion,
-        )  # fmt: skip
-        if dense is not into:
-            into.copy_(dense)
+    add_sums(kernels, parts, gradients.weight, 0)
+    add_sums(kernels, parts, gradients.bias, width)
+
+
+def add_sums(
+    kernels: ModuleType, parts: torch.Tensor, into: torch.Tensor | None, first: int
+) -> None:
+    """into [D] or [D, taps] += parts [slots, rows, D] of rows ``first`` and on, slots ascending.
+
+    kernels: The module of the caller's kernels, which has `add_sums_kernel` too.
+    """
+    if into is None:
+        return
+    slots, each, channels = parts.shape
+    dense, taps = into.contiguous(), into[0].numel()
+    blocks = cdiv(channels, TRITON.sum_channels)
+    kernels.add_sums_kernel[(blocks, taps)](
+        parts, dense, slots, channels, taps,
+        ROW=first, EACH=each, CHANNELS=TRITON.sum_channels,
+        num_warps=TRITON.num_warps, enable_fp_fusion=TRITON.fp_fusion,
+    )  # fmt: skip
+    if dense is not into:
+        into.copy_(dense)
 
 
 def _tensors(operands: Conv, sequences: Sequences) -> tuple:

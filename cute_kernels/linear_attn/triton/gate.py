@@ -1,0 +1,99 @@
+"""Launch the Triton kernels of `op_gate`: each function has the name and result of one in
+cpu_gate.py, runs on the device of its first tensor and its current stream."""
+
+from __future__ import annotations
+
+import torch
+
+from ...log import contiguous
+from ...runtime.triton_products import cdiv, next_power_of_2
+from ..config import CONV_CHUNK
+from ..tensors import Gate, GateGradients, Sequences
+from . import kernel_gate as kernels
+from .launch import add_sums
+from .plan import TRITON
+
+_ROWS = "a last stride of 1"
+_OPTIONS = {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+
+
+def l2norm(x: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """Triton implementation of `cpu_gate.l2norm`."""
+    x = _last_dense("l2norm", "x", x)
+    with torch.cuda.device(x.device):
+        kernels.l2norm_kernel[_row_grid(x)](x, out, *_row_sizes(x), eps, **_row_options(x))
+
+
+def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, eps: float, dx: torch.Tensor) -> None:
+    """Triton implementation of `cpu_gate.l2norm_backward`."""
+    dy, x = contiguous("l2norm", "dy", dy, "no gaps"), _last_dense("l2norm", "x", x)
+    with torch.cuda.device(x.device):
+        kernels.l2norm_gradient_kernel[_row_grid(x)](
+            dy, x, dx, *_row_sizes(x), eps, **_row_options(x)
+        )
+
+
+def _last_dense(kernel: str, name: str, t: torch.Tensor) -> torch.Tensor:
+    return t if t.stride(-1) == 1 else contiguous(kernel, name, t, _ROWS)
+
+
+def _row_grid(x: torch.Tensor) -> tuple[int]:
+    return (cdiv(x.shape[0] * x.shape[1], TRITON.norm_rows),)
+
+
+def _row_sizes(x: torch.Tensor) -> tuple[int, ...]:
+    return x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1)
+
+
+def _row_options(x: torch.Tensor) -> dict[str, int | bool]:
+    width = x.shape[2]
+    return {"K": width, "BLOCK_K": next_power_of_2(width), "ROWS": TRITON.norm_rows, **_OPTIONS}
+
+
+def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
+    """Triton implementation of `cpu_gate.decay_gate`."""
+    tensors, (rows, _, *sizes) = _tensors(gate, sequences), _sizes(gate, sequences)
+    with torch.cuda.device(out.device):
+        kernels.decay_kernel[(cdiv(out.numel(), TRITON.gate_elements),)](
+            *tensors, out, rows, *sizes, ELEMENTS=TRITON.gate_elements, **_OPTIONS
+        )
+
+
+def decay_gate_backward(
+    dg: torch.Tensor, gate: Gate, sequences: Sequences, gradients: GateGradients
+) -> None:
+    """Triton implementation of `cpu_gate.decay_gate_backward`."""
+    dg = contiguous("decay_gate", "dg", dg, "no gaps")
+    tensors, (rows, length, *sizes) = (dg, *_tensors(gate, sequences)), _sizes(gate, sequences)
+    with torch.cuda.device(dg.device):
+        if gradients.da is not None:
+            kernels.decay_gradient_kernel[(cdiv(dg.numel(), TRITON.gate_elements),)](
+                *tensors, gradients.da, rows, *sizes, ELEMENTS=TRITON.gate_elements, **_OPTIONS
+            )
+        if gradients.A_log is None and gradients.dt_bias is None:
+            return
+        slots, heads = sequences.slots(CONV_CHUNK), dg.shape[1]
+        parts = dg.new_empty(slots, 2, heads)
+        kernels.decay_sums_kernel[(slots, cdiv(heads, TRITON.sum_channels))](
+            *tensors, parts, rows, length, *sizes,
+            ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels, **_OPTIONS,
+        )  # fmt: skip
+        add_sums(kernels, parts, gradients.A_log, 0)
+        add_sums(kernels, parts, gradients.dt_bias, 1)
+
+
+def _tensors(gate: Gate, sequences: Sequences) -> tuple:
+    a, A_log, dt_bias = gate
+    return (
+        _last_dense("decay_gate", "a", a),
+        A_log.contiguous(),
+        None if dt_bias is None else dt_bias.contiguous(),
+        None if sequences.offsets is None else sequences.offsets.contiguous(),
+    )
+
+
+def _sizes(gate: Gate, sequences: Sequences) -> tuple[int, ...]:
+    """(N, LENGTH, SEQUENCES, H, stride of rows of a)."""
+    a = gate.a
+    stride = a.stride(0) if a.stride(1) == 1 else a.shape[1]
+    return a.shape[0], sequences.length, sequences.count, a.shape[1], stride
