@@ -7,7 +7,8 @@
 
 Rows may lie apart: a last dimension without gaps is read where it lies, another one is copied.
 Results are dense.  Rows of a pack behind its last sequence are 0 in g and da; rows of l2norm know
-of no pack.  A gradient that goes to its main_grad, or that nobody needs, is empty.
+of no pack.  A gradient that goes to its main_grad, or that nobody needs, is empty.  The rule's
+contract, which `op_delta` registers, covers them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from cute_kernels.errors import (
     ShapeError,
     UnsupportedTransformError,
 )
-from cute_kernels.linear_attn import cpu, cpu_gate, op_gate
+from cute_kernels.linear_attn import cpu, cpu_gate, op_delta, op_gate  # noqa: F401  (a contract)
 from cute_kernels.runtime import dispatch
 from tests import contract
 from tests.anchors import planted
