@@ -16,6 +16,19 @@ M, N, K = 6, 24, 40
 OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
 IDS = torch.tensor([3, 1, 3, 0, 9, 1])
 TAPS = drawn(K, 4, seed=7, dtype=FP32)
+
+
+def gated(x: torch.Tensor, A_log: torch.Tensor, dt_bias, **main_grads) -> torch.Tensor:
+    """Rows [M, 16] of a gated delta rule, all of whose rows are of x [M, K]."""
+    q, k, v, a, beta, _ = x[None].split((8, 8, 16, 2, 2, 4), 2)
+    q, k, v = (t.unflatten(2, (-1, 8)) for t in (q, k, v))
+    out, _ = ck.chunk_gated_delta_rule(
+        q, k, v, a, beta, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, **main_grads,
+    )  # fmt: skip
+    return out[0].flatten(1)
+
+
 #: Op -> (call of rows x [M, K], a weight and its main_grad; the weight's shape).
 CALLS = {
     "linear": (lambda x, w, m: ck.linear(x, w, main_grad=m), (N, K)),
@@ -31,6 +44,10 @@ CALLS = {
         lambda x, w, m: ck.causal_conv1d_fn(
             x.mT[None], TAPS, w, activation="silu", bias_main_grad=m
         )[0].mT, (K,),
+    ),
+    "chunk_gated_delta_rule, A_log": (lambda x, w, m: gated(x, w, None, A_log_main_grad=m), (2,)),
+    "chunk_gated_delta_rule, dt_bias": (
+        lambda x, w, m: gated(x, TAPS[:2, 0], w, dt_bias_main_grad=m), (2,),
     ),
     "embedding": (lambda x, w, m: x * ck.embedding(IDS, w, main_grad=m), (N, K)),
     "rms_norm": (lambda x, w, m: ck.rms_norm(x, w, main_grad=m), (K,)),

@@ -131,8 +131,11 @@ def delta(*ends: int, tokens: int) -> None:
     q, k, v = (leaf(1, tokens, heads, 8, seed=i) for i, heads in enumerate((1, 1, 2)))
     beta, g = leaf(1, tokens, 2, seed=3), leaf(1, tokens, 2, seed=4, dtype=FP32)
     state = leaf(len(ends), 2, 8, 8, seed=5, dtype=FP32)
-    options = {"cu_seqlens": torch.tensor([0, *ends], dtype=INT32), "output_final_state": True}
-    backward(ck.chunk_gated_delta_rule(q, k, v, -g.abs(), beta, None, state, **options))
+    options = {
+        "cu_seqlens": torch.tensor([0, *ends], dtype=INT32), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": leaf(2, seed=6),
+    }  # fmt: skip
+    backward(ck.chunk_gated_delta_rule(q, k, v, g, beta, None, state, **options))
 
 
 def site(tokens: int, n: int, width: int) -> None:

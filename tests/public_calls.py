@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 import cute_kernels as ck
@@ -18,10 +16,11 @@ ADVANTAGES, BOUNDS = torch.tensor([1.0, -2.0]), torch.tensor([0, 2, 5])
 TABLE, SCALES = (drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)), torch.tensor([1.0, 2.0, 3.0])
 
 
-def delta_rule(function, q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
+def delta_rule(q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and last state of a gated delta rule."""
-    state = state.float()
-    return function(q, k, v, g.float(), beta, initial_state=state, output_final_state=True)
+    return ck.chunk_gated_delta_rule(
+        q, k, v, g.float(), beta, initial_state=state.float(), output_final_state=True
+    )
 
 
 #: Name -> a call on leaves, and their shapes; fp32 for mhc.
@@ -44,13 +43,16 @@ CASES = {
     "causal_conv1d_fn": (
         lambda x, w, b: ck.causal_conv1d_fn(x, w, b, activation="silu"), (2, 16, 3), (16, 4), (16,),
     ),
-    **{
-        function.__name__: (
-            functools.partial(delta_rule, function),
-            *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (1, 2, 8, 8),
-        )
-        for function in (ck.chunk_gated_delta_rule, ck.fused_recurrent_gated_delta_rule)
-    },
+    "chunk_gated_delta_rule": (
+        delta_rule, *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (1, 2, 8, 8),
+    ),
+    "fused_recurrent_gated_delta_rule": (
+        lambda q, k, v, g, beta, A_log, dt_bias: ck.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta, use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+        )[0],
+        *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (2,), (2,),
+    ),
     "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
     "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
     "rms_norm, residual": (
@@ -114,7 +116,7 @@ CASES = {
 
 
 #: Positions of leaves that are fp32 among others of bf16.
-OF_FP32 = dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), (3, 5))
+OF_FP32 = {"chunk_gated_delta_rule": (3, 5)}
 
 
 def leaves_of(name: str) -> list[torch.Tensor]:

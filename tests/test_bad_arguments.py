@@ -36,6 +36,10 @@ HEAD = {"weight": t(8, 16), "target": IDS}
 SITE = {"phi": t(24, 24), "alpha": t(3), "beta": t(24)}
 END = {"x": t(5, 6, 4), "f": t(5, 6), "bias": t(6), "H_post": t(5, 4), "H_res": t(5, 4, 4)}
 TABLES = {"cos": t(1, 3, 8), "sin": t(1, 3, 8)}
+RULE = {
+    "q": t(1, 3, 1, 8), "k": t(1, 3, 1, 8), "v": t(1, 3, 2, 8), "beta": t(1, 3, 2),
+    "initial_state": t(1, 2, 8, 8),
+}  # fmt: skip
 #: Op -> right arguments by name, every tensor that it takes among them.
 RIGHT = {
     "linear": {"x": ROWS, "weight": t(8, 16), "bias": t(8)},
@@ -53,12 +57,10 @@ RIGHT = {
     "causal_conv1d_fn": {
         "x": t(2, 16, 5), "weight": t(16, 4), "bias": t(16), "initial_states": t(2, 16, 3),
     },
-    **{
-        f"{name}_gated_delta_rule": {
-            "q": t(1, 3, 1, 8), "k": t(1, 3, 1, 8), "v": t(1, 3, 2, 8), "g": -t(1, 3, 2).abs(),
-            "beta": t(1, 3, 2), "initial_state": t(1, 2, 8, 8),
-        }
-        for name in ("chunk", "fused_recurrent")
+    "chunk_gated_delta_rule": {**RULE, "g": -t(1, 3, 2).abs()},
+    "fused_recurrent_gated_delta_rule": {
+        **RULE, "g": t(1, 3, 2), "A_log": t(2), "dt_bias": t(2) + 1,
+        "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True,
     },
     "log_probs": {"logits": t(1, 3, 8), "target": IDS, "temperature": t(1, 3).abs() + 1},
     "rms_norm": {"x": ROWS, "weight": t(16), "residual": ROWS + 1},

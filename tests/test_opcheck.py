@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
-from cute_kernels.linear_attn import op_gate  # noqa: F401  (defines the ops)
 from cute_kernels.mhc import site_op  # noqa: F401  (defines the ops)
 from tests import old_memory_cases as old_memory
 from tests.contract import ROOT
@@ -55,13 +54,6 @@ class Recorder(TorchDispatchMode):
 OPS = torch.ops.cute_kernels
 X, INT32 = torch.randn(6, 32), torch.int32
 OFFSETS, IDS = torch.tensor([0, 2, 6], dtype=INT32), torch.tensor([1, 3, 0, 2, 1, 1], dtype=INT32)
-
-
-def decay(main_grad: torch.Tensor | None) -> None:
-    leaves = [t.clone().requires_grad_() for t in (X[None], X[0], X[1])]
-    OPS.decay_gate(*leaves, OFFSETS, main_grad, None).sum().backward()
-
-
 #: Calls of ops that no public function has, and of ids of int32.
 DIRECT = {
     "in steps": lambda: OPS.gated(X.clone().requires_grad_(), X, "silu", True).sum().backward(),
@@ -72,9 +64,6 @@ DIRECT = {
     "leaves of experts": lambda: OPS.grouped_leaf_sums(X, X.view(2, 3, 32), OFFSETS, 16),
     "weights of slots": lambda: OPS.moe_slot_weights(X.abs(), IDS[:, None], True, BF16),
     "targets": lambda: ck.linear_logp(X, X, IDS),
-    "l2norm": lambda: OPS.l2norm(X.clone().requires_grad_(), 1e-6).sum().backward(),
-    "decay": lambda: decay(None),
-    "decay of main_grads": lambda: decay(torch.zeros(32)),
     "ids": lambda: ck.embedding(IDS, X),
 }
 

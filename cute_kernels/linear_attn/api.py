@@ -7,7 +7,8 @@ from typing import NoReturn
 import torch
 
 from ..runtime import checking
-from . import checks, op, op_delta
+from . import checks, op, op_delta, op_gate
+from .config import L2NORM_EPS
 
 
 def causal_conv1d_fn(
@@ -138,7 +139,14 @@ def chunk_gated_delta_rule(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
     **others: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated delta rule: S ← e^g S;  S ← S + k (beta (v - Sᵀ k))ᵀ;  o = scale Sᵀ q.
@@ -158,8 +166,16 @@ def chunk_gated_delta_rule(
         scale: Of q; None: K ** -0.5.
         initial_state: [sequences, HV, K, V], fp32; None: zeros.
         output_final_state: Whether to return the state after each sequence's last row.
+        use_qk_l2norm_in_kernel: Whether rows of q and k are divided by √(Σ x² + 1e-6) before, and
+            rounded to their dtype.
         cu_seqlens: [S + 1], int32 or int64: a pack.  q has B = 1, and sequence s its rows from
-            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0.
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0, and so are their
+            gradients, those of norms where the rows are finite.
+        use_gate_in_kernel: Whether g is the input of a gate, bf16, fp16 or fp32, and the log of the
+            decay is -e^A_log softplus(g + dt_bias).
+        A_log, dt_bias: [HV], parameters of the gate; dt_bias may be None.
+        A_log_main_grad, dt_bias_main_grad: [HV], fp32, or None.  If given, backward adds the
+            gradient into it in place and ``grad`` stays None, as in `linear`.
 
     Returns:
         (o [B, T, HV, V] of the dtype of q, final_state [sequences, HV, K, V] in fp32 or None).
@@ -167,7 +183,9 @@ def chunk_gated_delta_rule(
     Guarantees:
         ``run_to_run``, and ``batch_invariant`` for the rows of o and of the gradients of q, k, v,
         g, beta, and for the states and their gradients: in batches, packs and parts cut at
-        multiples of 64.  `fused_recurrent_gated_delta_rule` has the same bytes.
+        multiples of 64.  ``schedule_invariant`` on GPUs.  dA_log and d_dt_bias are summed by chunks
+        of 64 rows of a sequence, added one by one: ``split_invariant`` into the main_grads for
+        micro-batches cut between sequences.  `fused_recurrent_gated_delta_rule` has the same bytes.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError,
@@ -190,6 +208,14 @@ def chunk_gated_delta_rule(
     if others:
         checking.no_other_arguments("chunk_gated_delta_rule", others, checks.DELTA_NAMES)
     checking.flag("output_final_state", output_final_state)
+    checking.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    mains = {"A_log_main_grad": A_log_main_grad, "dt_bias_main_grad": dt_bias_main_grad}
+    checks.gate(use_gate_in_kernel, q, g, A_log=A_log, dt_bias=dt_bias, **mains)
+    if use_qk_l2norm_in_kernel:
+        checks.queries_and_keys(q, k)
+        q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
+    if use_gate_in_kernel:
+        g = op_gate.decay_gate(g, A_log, dt_bias, cu_seqlens, *mains.values())
     out, final, *_ = op_delta.gated_delta_rule(
         q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state
     )
@@ -205,7 +231,14 @@ def fused_recurrent_gated_delta_rule(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
     **others: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`chunk_gated_delta_rule` under the name of single rows: one op, with the same bytes.
@@ -222,5 +255,7 @@ def fused_recurrent_gated_delta_rule(
         True
     """
     return chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, **others
-    )
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+        A_log_main_grad=A_log_main_grad, dt_bias_main_grad=dt_bias_main_grad, **others,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..errors import ArgumentValueError, ShapeError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
 from .config import CONV_WIDTHS, DELTA_CHUNK, DELTA_SIZES, L2NORM_WIDTHS, MAX_CHANNELS
@@ -19,8 +19,6 @@ DELTA_NAMES = {
     "cu_seqlens_cpu": "no cu_seqlens_cpu (cu_seqlens= alone)",
     "chunk_size": f"no chunk_size (chunks have {DELTA_CHUNK} rows)",
     "cp_context": "no cp_context (sequences lie on one device)",
-    "use_qk_l2norm_in_kernel": "no use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel": "no use_gate_in_kernel",
     **{name: f"no {name} (states are [K, V])" for name in STATE_LAYOUTS},
 }
 
@@ -72,24 +70,16 @@ def conv(
 def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: float | None) -> None:
     """Check the arguments of `op_delta.gated_delta_rule`, whose rows are [B, T, H, ...]."""
     q, k, v, g, beta, initial_state = operands
-    checking.operand("q", q, "[B, T, H, K]")
-    checking.supported("chunk_gated_delta_rule", q.device)
-    checking.operand("k", k, "[B, T, H, K]")
-    checking.operand("v", v, "[B, T, HV, V]")
-    checking.operand("g", g, "[B, T, HV]", (torch.float32,))
-    checking.operand("beta", beta, "[B, T, HV]", (q.dtype, torch.float32))
-    checking.shape("k", k, q.shape, "that of q")
-    _multiple("q", "H, heads,", q.shape[2], 1)
-    _multiple("q", "K", q.shape[3], *DELTA_SIZES)
+    queries_and_keys(q, k)
+    checking.operand("v", v, "[B, T, HV, V]", (q.dtype,))
     if v.shape[:2] != q.shape[:2]:
         want = f"shape [{q.shape[0]}, {q.shape[1]}, HV, V], B and T of q"
         raise ShapeError(expected("v", want, list(v.shape)))
     _multiple("v", "HV, heads,", v.shape[2], q.shape[2])
     _multiple("v", "V", v.shape[3], *DELTA_SIZES)
-    for name, t in (("k", k), ("v", v)):
-        checking.same_device(name, t, "q", q)
-        checking.dtype(name, t.dtype, (q.dtype,))
-    for name, t in (("g", g), ("beta", beta)):
+    checking.same_device("v", v, "q", q)
+    for name, t, dtypes in (("g", g, ()), ("beta", beta, (q.dtype,))):
+        checking.operand(name, t, "[B, T, HV]", (*dtypes, torch.float32))
         checking.same_device(name, t, "q", q)
         checking.shape(name, t, v.shape[:3], "B, T, HV of v")
     sequences = count_of(cu_seqlens, "q", q)
@@ -100,6 +90,35 @@ def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: floa
         checking.same_device("initial_state", initial_state, "q", q)
     if scale is not None and not math.isfinite(checking.number("scale", scale)):
         raise ArgumentValueError(expected("scale", "a finite number", scale))
+
+
+def queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Check q and k of a delta rule, or of the norms before it."""
+    checking.operand("q", q, "[B, T, H, K]")
+    checking.supported("chunk_gated_delta_rule", q.device)
+    _multiple("q", "H, heads,", q.shape[2], 1)
+    _multiple("q", "K", q.shape[3], *DELTA_SIZES)
+    checking.operand("k", k, "[B, T, H, K]", (q.dtype,))
+    checking.same_device("k", k, "q", q)
+    checking.shape("k", k, q.shape, "that of q")
+
+
+def gate(in_kernel: object, q: torch.Tensor, g: torch.Tensor, **parameters: object) -> None:
+    """Check what `op_gate.decay_gate` knows by other names, or that nothing of it is given.
+
+    parameters: A_log, which a gate has, and others by name.
+    """
+    checking.flag("use_gate_in_kernel", in_kernel)
+    if in_kernel:
+        checking.tensor("q", q)
+        checking.operand("g", g, "[B, T, HV]")
+        checking.same_device("g", g, "q", q)
+        checking.tensor("A_log", parameters["A_log"])
+        return
+    for name, value in parameters.items():
+        if value is not None:
+            want = "None without use_gate_in_kernel=True"
+            raise ArgumentTypeError(expected(name, want, type(value).__name__))
 
 
 def l2norm(x: torch.Tensor, eps: float) -> None:

@@ -32,19 +32,16 @@ DELTA_BLOCK = 16
 DELTA_SIZES = 8, 256
 #: Widths of rows that `op_gate.l2norm` takes are multiples of the first, up to the second.
 L2NORM_WIDTHS = 8, 256
+#: eps of the norms of q and k before a delta rule.
+L2NORM_EPS = 1e-6
 #: softplus(x) is x above it, as torch has it.
 SOFTPLUS_LINEAR = 20.0
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
-#: Backend -> what the convolution keeps.
-CONV_KEPT: Mapping[str, frozenset[str]] = {
+#: Backend -> what the convolution and the delta rule keep.
+KEPT: Mapping[str, frozenset[str]] = {
     arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
     arch.CPU: _KEPT,
-}
-#: Backend -> what the delta rule keeps.
-DELTA_KEPT: Mapping[str, frozenset[str]] = {
-    arch.TRITON: frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT}),
-    arch.CPU: frozenset({RUN_TO_RUN, BATCH_INVARIANT}),
 }
 
 
@@ -81,6 +78,8 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "state": "fp32 between chunks, at absolute rows of a sequence",
         "gradient of the state": "fp32 between chunks",
         "gradients of q and k": "v heads ascending; one rounding",
+        "eps of l2norm": L2NORM_EPS,
+        "gate": gate_facts(backend, device),
     }
     if backend == arch.CPU:
         order = "row by row: decay, u = beta (v - S k), S + k u, scale S q; sums by halves"

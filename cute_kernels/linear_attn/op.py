@@ -40,7 +40,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 for _name in ("causal_conv1d_fn", "causal_conv1d_update"):
-    contracts.register(contracts.Contract(_name, config.CONV_KEPT, config.conv_facts, _backend))
+    contracts.register(contracts.Contract(_name, config.KEPT, config.conv_facts, _backend))
 
 
 def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):

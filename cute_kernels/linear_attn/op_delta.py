@@ -39,7 +39,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 for _name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-    contracts.register(contracts.Contract(_name, config.DELTA_KEPT, config.delta_facts, _backend))
+    contracts.register(contracts.Contract(_name, config.KEPT, config.delta_facts, _backend))
 
 
 def _check(*args):

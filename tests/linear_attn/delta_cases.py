@@ -72,12 +72,24 @@ def upstream(case: Case, seed: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
     return d_out, drawn(case.count, v_heads, k, v, seed=seed + 1, dtype=FP32)
 
 
+def gate_parameters(case: Case, seed: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_log and dt_bias of the gate that g goes through."""
+    return drawn(case.heads[1], seed=seed), drawn(case.heads[1], seed=seed + 1, dtype=FP32)
+
+
 def exact(
-    case: Case, o: DeltaRule, scale: float
+    case: Case, o: DeltaRule, scale: float, norm: bool = False, gate: tuple = ()
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(o, last states, float64 leaves) by the recurrence, sequence by sequence."""
-    leaves = [None if t is None else t.detach().double().requires_grad_() for t in o]
-    *rows, initial = leaves
+    """(o, last states, float64 leaves) by the recurrence, sequence by sequence.
+
+    norm: Of q and k before it.  gate: (A_log, dt_bias or None) of the gate before it.
+    """
+    leaves = [None if t is None else t.detach().double().requires_grad_() for t in (*o, *gate)]
+    *rows, initial = leaves[:6]
+    if norm:
+        rows[:2] = (oracle.l2norm(t, 1e-6) for t in rows[:2])
+    if gate:
+        rows[3] = oracle.decay(rows[3], *leaves[6:])
     outs, lasts = [], []
     for s, (first, end) in enumerate(case.sequences.bounds()):
         zeros = rows[0].new_zeros(case.heads[1], *case.sizes)

@@ -7,8 +7,9 @@ import functools
 import torch
 
 from cute_kernels import arch
+from cute_kernels.linear_attn.tensors import DeltaRule
 from cute_kernels.runtime import dispatch
-from tests.linear_attn.delta_cases import Case, exact, operands, upstream
+from tests.linear_attn.delta_cases import Case, exact, gate_parameters, operands, upstream
 from tests.option_table.calls import Cases, call
 from tests.option_table.rows import cases, leaf
 from tests.oracles import linear_attn as oracle
@@ -20,6 +21,7 @@ OFFSETS = torch.tensor([0, 5, 5, 69], dtype=torch.int32)
 #: Calls of a delta rule: two chunks of a size that GPUs take.
 DELTA = Case((66,), batch=2, heads=(1, 2), sizes=(64, 64), initial=False)
 DELTA_PACK = DELTA._replace(lengths=(5, 0, 66), batch=0, behind=3)
+GATE = gate_parameters(DELTA)
 
 
 def conv(batch: int = 2, bias=None, initial_states=None, width: int = 4, **options):
@@ -105,31 +107,42 @@ def update(slots: torch.Tensor | None = None, bias=None, activation=None) -> dic
     return {"y": share(y, exact, terms)}
 
 
-def delta(op: str, batch: int = 2, states=None, scale: float | None = None, offsets=None):
-    """Shares of the bounds that both passes take, with states or without."""
+def delta(
+    op: str, batch: int = 2, states=None, scale=None, offsets=None, norm: bool = False, gate=()
+):
+    """Shares of the bounds that both passes take; ``gate``: A_log, dt_bias and their main_grads."""
     case = DELTA._replace(batch=batch) if offsets is None else DELTA_PACK
     o, given = operands(case)._replace(initial=states), states is not None
-    leaves = [None if t is None else leaf(t) for t in o]
+    leaves = [None if t is None else leaf(t) for t in (*o, *gate[:2])]
     rows = [t.unflatten(0, (batch, -1)) for t in leaves[:5]]
     options = {"scale": scale, "initial_state": leaves[5], "cu_seqlens": offsets}
+    mains = [t.clone() for t in gate[2:]]
+    if gate:
+        names = ("A_log", "dt_bias", "A_log_main_grad", "dt_bias_main_grad")
+        options |= dict(zip(names, (*leaves[6:], *mains), strict=False), use_gate_in_kernel=True)
+    if norm:
+        options["use_qk_l2norm_in_kernel"] = True
     results = call(op, *rows, **options, output_final_state=given)[: 1 + given]
     d_out, *d_last = upstream(case)[: 1 + given]
     torch.autograd.backward(results, [d_out.view(results[0].shape), *d_last])
-    *wanted, exacts = exact(case, o, scale or case.sizes[0] ** -0.5)
-    count = len(wanted[0])
-    slopes = [t.double() for t in (d_out[:count], *d_last)]
+    *wanted, exacts = exact(case, o, scale or case.sizes[0] ** -0.5, norm, gate[:2])
+    slopes = [t.double() for t in (d_out[: len(wanted[0])], *d_last)]
     torch.autograd.backward(wanted[: 1 + given], slopes)
     got = [results[0].flatten(0, 1), *results[1:]]
-    got += [t.grad for t in leaves if t is not None]
+    grads = [None if t is None else t.grad for t in leaves]
+    grads[6:] = [m - start for m, start in zip(mains, gate[2:], strict=True)] or grads[6:]
+    got += [t for t in grads if t is not None]
     wanted = [*wanted[: 1 + given], *(t.grad for t in exacts if t is not None)]
-    # Operands of products are bf16 on a GPU.
+    names = ["out", *["last"] * given, *(f"d{name}" for name in DeltaRule._fields[: 5 + given])]
+    names += ["dA_log", "ddt_bias"]
+    # Operands of products are bf16 on a GPU, and results of norms everywhere.
     on_cpu = dispatch.backend("gated_delta_rule", d_out.device, BF16) == arch.CPU
+    inside = 2.0**-22 if on_cpu and not norm else 2.0**-6
     shares = {}
-    names = ("out", "last") if given else ("out",)
-    for name, actual, want in zip(
-        (*names, "dq", "dk", "dv", "dg", "dbeta", "dstate"), got, wanted, strict=False
-    ):
-        bound = oracle.delta_bound(want, actual.dtype, 2.0**-22 if on_cpu else 2.0**-6)
+    for name, actual, want in zip(names, got, wanted, strict=False):
+        # Of sums of rows, whose terms are larger than they are.
+        more = 2.0**3 if want.dim() == 1 else 1.0
+        bound = oracle.delta_bound(want, actual.dtype, inside * more)
         error = (actual[: len(want)].double() - want[: len(actual)]).abs()
         shares[name] = (error / bound[: len(actual)]).max().item()
     return shares
@@ -167,6 +180,12 @@ TABLE: dict[str, Cases] = {
             pack={
                 "batch": 1, "offsets": DELTA_PACK.offsets,
                 "states": drawn(3, 2, 64, 64, seed=9, dtype=FP32),
+            },
+            norm={"norm": True},
+            gate={"gate": GATE},
+            main_grads={
+                "batch": 1, "offsets": DELTA_PACK.offsets, "norm": True,
+                "gate": (*GATE, *(drawn(2, seed=i, dtype=FP32) for i in (10, 11))),
             },
         )
         for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
