@@ -43,9 +43,10 @@ SYSTEMS = (
             **dict.fromkeys(
                 ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), "gated_delta_rule"
             ),
+            "mamba_chunk_scan_combined": "ssd_scan",
         },
         launcher=None,
-        modules=("op", "op_delta", "op_gate"),
+        modules=("op", "op_delta", "op_gate", "op_ssd"),
     ),
     System(
         "logp",

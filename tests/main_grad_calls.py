@@ -29,6 +29,15 @@ def gated(x: torch.Tensor, A_log: torch.Tensor, dt_bias, **main_grads) -> torch.
     return out[0].flatten(1)
 
 
+def scanned(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
+    """Rows [M, 16] of a state space scan, all of whose rows are of x [M, K]."""
+    rows, dt, B, C, _ = x[None].split((16, 2, 8, 8, 6), 2)
+    rows, B, C = (t.unflatten(2, (-1, 8)) for t in (rows, B, C))
+    parameters = {"A": -TAPS[:2, 0].abs()} | parameters
+    out = ck.mamba_chunk_scan_combined(rows, dt, B=B, C=C, dt_softplus=True, **parameters)
+    return out[0].flatten(1)
+
+
 #: Op -> (call of rows x [M, K], a weight and its main_grad; the weight's shape).
 CALLS = {
     "linear": (lambda x, w, m: ck.linear(x, w, main_grad=m), (N, K)),
@@ -48,6 +57,11 @@ CALLS = {
     "chunk_gated_delta_rule, A_log": (lambda x, w, m: gated(x, w, None, A_log_main_grad=m), (2,)),
     "chunk_gated_delta_rule, dt_bias": (
         lambda x, w, m: gated(x, TAPS[:2, 0], w, dt_bias_main_grad=m), (2,),
+    ),
+    "mamba_chunk_scan_combined, A": (lambda x, w, m: scanned(x, A=w, A_main_grad=m), (2,)),
+    "mamba_chunk_scan_combined, D": (lambda x, w, m: scanned(x, D=w, D_main_grad=m), (2, 8)),
+    "mamba_chunk_scan_combined, dt_bias": (
+        lambda x, w, m: scanned(x, dt_bias=w, dt_bias_main_grad=m), (2,),
     ),
     "embedding": (lambda x, w, m: x * ck.embedding(IDS, w, main_grad=m), (N, K)),
     "rms_norm": (lambda x, w, m: ck.rms_norm(x, w, main_grad=m), (K,)),

@@ -138,6 +138,20 @@ def delta(*ends: int, tokens: int) -> None:
     backward(ck.chunk_gated_delta_rule(q, k, v, g, beta, None, state, **options))
 
 
+def scan(*ends: int, tokens: int) -> None:
+    """A pack; rows behind its last sequence belong to none."""
+    x, z = (leaf(1, tokens, 2, 8, seed=i) for i in (0, 1))
+    dt = leaf(1, tokens, 2, seed=2)
+    B, C = (leaf(1, tokens, 1, 16, seed=i) for i in (3, 4))
+    A, D, dt_bias = leaf(2, seed=5, dtype=FP32), leaf(2, 8, seed=6), leaf(2, seed=7)
+    states = leaf(len(ends), 2, 8, 16, seed=8, dtype=FP32)
+    options = {
+        "cu_seqlens": torch.tensor([0, *ends], dtype=INT32), "return_final_states": True,
+        "dt_softplus": True,
+    }  # fmt: skip
+    backward(ck.mamba_chunk_scan_combined(x, dt, A, B, C, 128, D, z, dt_bias, states, **options))
+
+
 def site(tokens: int, n: int, width: int) -> None:
     """Widths that are no multiple of a tile; no tokens."""
     size = 2 * n + n * n
@@ -201,6 +215,8 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
             "rows of no sequence": (conv, 3, 3, 70, {"tokens": 90}),
             "delta, no rows": (delta, 0, {"tokens": 0}),
             "delta, rows of no sequence": (delta, 3, 3, 70, {"tokens": 90}),
+            "scan, no rows": (scan, 0, {"tokens": 0}),
+            "scan, rows of no sequence": (scan, 3, 3, 140, {"tokens": 160}),
         },
         "sparse_attn": {
             "rows without keys": (attention, 150, 70, {"causal": True}),

@@ -53,6 +53,14 @@ CASES = {
         )[0],
         *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (2,), (2,),
     ),
+    "mamba_chunk_scan_combined": (
+        lambda x, dt, A, B, C, D, z, dt_bias, states: ck.mamba_chunk_scan_combined(
+            x, dt, A.float(), B, C, 128, D, z, dt_bias, states.float(),
+            dt_softplus=True, return_final_states=True,
+        ),
+        (1, 5, 2, 8), (1, 5, 2), (2,), *[(1, 5, 1, 16)] * 2, (2,), (1, 5, 2, 8), (2,),
+        (1, 2, 8, 16),
+    ),
     "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
     "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
     "rms_norm, residual": (
@@ -116,7 +124,7 @@ CASES = {
 
 
 #: Positions of leaves that are fp32 among others of bf16.
-OF_FP32 = {"chunk_gated_delta_rule": (3, 5)}
+OF_FP32 = {"chunk_gated_delta_rule": (3, 5), "mamba_chunk_scan_combined": (2, 8)}
 
 
 def leaves_of(name: str) -> list[torch.Tensor]:

@@ -61,10 +61,10 @@ ROLES = {
     "system.checks": "checks functions exact pack_gqa policy_checks policy_losses paged.checks",
     "system.launch": "launch entries catalogue cpu triton.launch chunks lowering passes "
     "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout "
-    "paged.launch paged.cpu triton.paged triton.routing cpu_delta cpu_gate "
-    "triton.gate",
+    "paged.launch paged.cpu triton.paged triton.routing cpu_chunks cpu_delta "
+    "cpu_gate cpu_ssd triton.gate",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
-    "policy_sweep paged.op op_delta op_gate",
+    "policy_sweep paged.op op_delta op_gate op_ssd",
     "system.api": "api module converters te paged.api",
 }
 LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ..runtime import checking
-from . import checks, op, op_delta, op_gate
+from . import checks, op, op_delta, op_gate, op_ssd
 from .config import L2NORM_EPS
 
 
@@ -259,3 +259,92 @@ def fused_recurrent_gated_delta_rule(
         cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
         A_log_main_grad=A_log_main_grad, dt_bias_main_grad=dt_bias_main_grad, **others,
     )  # fmt: skip
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int | None = None,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    A_main_grad: torch.Tensor | None = None,
+    D_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """State space scan of Mamba-2: S ← e^(A dt) S + dt x Bᵀ;  y = S C + D x.
+
+    With the names and layouts of mamba_ssm.  S [P, N] is a head's state; sequences are cut into
+    chunks of 128 rows, counted from their first row, and S is rounded to fp32 between them.
+    ``initial_states`` start a new grid of chunks: a sequence that is cut at multiples of 128, and
+    goes on from the final states, has the bytes of the whole; cut elsewhere it is right, but may be
+    rounded otherwise.
+
+    Args:
+        x: [B, T, H, P]; bf16, fp16 or fp32, on GPUs bf16.  P is a multiple of 8 up to 256.
+        dt: [B, T, H]; bf16, fp16 or fp32.  The step of a row is dt + dt_bias, its softplus with
+            ``dt_softplus``, and that clamped to ``dt_limit``.
+        A: [H], fp32, negative.
+        B, C: [B, T, G, N], the dtype of x, H a multiple of G: a group serves H / G consecutive
+            heads.  N as P.
+        chunk_size: 128, or None, which is the same.
+        D: [H] or [H, P]; bf16, fp16 or fp32.  None: no D x.
+        z: As x: y silu(z) is returned, rounded once.  None: y.
+        dt_bias: [H]; bf16, fp16 or fp32.
+        initial_states: [sequences, H, P, N], fp32; None: zeros.
+        cu_seqlens: [S + 1], int32 or int64: a pack.  x has B = 1, and sequence s its rows from
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0, and so are their
+            gradients.
+        dt_softplus, dt_limit: See dt.
+        return_final_states: Whether to return the state after each sequence's last row too.
+        A_main_grad, D_main_grad, dt_bias_main_grad: fp32, of their shapes, or None.  If given,
+            backward adds the gradient into it in place and ``grad`` stays None, as in `linear`.
+            What A is made of gets no gradient then: dA_log is A dA.
+
+    Returns:
+        out [B, T, H, P], the dtype of x; (out, final_states [sequences, H, P, N] in fp32) if these
+        are asked for.
+
+    Guarantees:
+        ``run_to_run``, and ``batch_invariant`` for the rows of out and of the gradients of x, dt,
+        B, C, z, and for the states and their gradients: in batches, packs and parts cut at
+        multiples of 128.  ``schedule_invariant`` on GPUs.  dA, dD and d_dt_bias are summed by
+        chunks of 128 rows of a sequence, added one by one: ``split_invariant`` into the main_grads
+        for micro-batches cut between sequences.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError, AliasError,
+        UnsupportedTransformError, BackendUnavailable: as `linear`.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 6; the interface of mamba_ssm 2.2.
+
+    Example:
+        >>> x, dt, A = torch.randn(1, 140, 4, 16), torch.rand(1, 140, 4), -torch.rand(4)
+        >>> B, C = torch.randn(1, 140, 2, 8), torch.randn(1, 140, 2, 8)
+        >>> whole = ck.mamba_chunk_scan_combined(x, dt, A, B, C)
+        >>> parts = [t.split(128, 1) for t in (x, dt, B, C)]
+        >>> (x0, x1), (dt0, dt1), (B0, B1), (C0, C1) = parts
+        >>> y, S = ck.mamba_chunk_scan_combined(x0, dt0, A, B0, C0, return_final_states=True)
+        >>> rest = ck.mamba_chunk_scan_combined(x1, dt1, A, B1, C1, initial_states=S)
+        >>> bool((torch.cat([y, rest], 1) == whole).all())
+        True
+    """
+    if others:
+        checking.no_other_arguments("mamba_chunk_scan_combined", others, checks.SSD_NAMES)
+    checks.chunk_size(chunk_size)
+    checking.flag("return_final_states", return_final_states)
+    out, final, *_ = op_ssd.ssd_scan(
+        x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, A_main_grad, D_main_grad,
+        dt_bias_main_grad, *checks.step_options(dt_softplus, dt_limit), return_final_states,
+    )  # fmt: skip
+    return (out, final) if return_final_states else out

@@ -9,8 +9,15 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import CONV_WIDTHS, DELTA_CHUNK, DELTA_SIZES, L2NORM_WIDTHS, MAX_CHANNELS
-from .tensors import DeltaRule
+from .config import (
+    CONV_WIDTHS,
+    DELTA_CHUNK,
+    DELTA_SIZES,
+    L2NORM_WIDTHS,
+    MAX_CHANNELS,
+    SSD_CHUNK,
+)
+from .tensors import DeltaRule, StateSpace, StepOptions
 
 STATE_LAYOUTS = ("state_v_first", "transpose_state_layout")
 #: Arguments of flash-linear-attention -> what `chunk_gated_delta_rule` has in their place.
@@ -20,6 +27,12 @@ DELTA_NAMES = {
     "chunk_size": f"no chunk_size (chunks have {DELTA_CHUNK} rows)",
     "cp_context": "no cp_context (sequences lie on one device)",
     **{name: f"no {name} (states are [K, V])" for name in STATE_LAYOUTS},
+}
+#: Arguments of mamba_ssm -> what `mamba_chunk_scan_combined` has in their place.
+SSD_NAMES = {
+    "seq_idx": "no seq_idx (packs: cu_seqlens=)",
+    "return_varlen_states": "no return_varlen_states (with cu_seqlens= return_final_states=True "
+    "returns a state of each sequence)",
 }
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -119,6 +132,77 @@ def gate(in_kernel: object, q: torch.Tensor, g: torch.Tensor, **parameters: obje
         if value is not None:
             want = "None without use_gate_in_kernel=True"
             raise ArgumentTypeError(expected(name, want, type(value).__name__))
+
+
+def state_space(
+    operands: StateSpace,
+    cu_seqlens: torch.Tensor | None,
+    main_grads: dict[str, torch.Tensor | None],
+    options: StepOptions,
+) -> None:
+    """Check the arguments of `op_ssd.ssd_scan`, whose rows are [B, T, ...].
+
+    main_grads: Of A, D and dt_bias, by name.
+    """
+    x, dt, A, B, C, D, z, dt_bias, initial_states = operands
+    checking.operand("x", x, "[B, T, H, P]")
+    checking.supported("mamba_chunk_scan_combined", x.device)
+    heads, size = x.shape[2:]
+    _multiple("x", "H, heads,", heads, 1, MAX_CHANNELS)
+    _multiple("x", "P", size, *DELTA_SIZES)
+    checking.operand("dt", dt, "[B, T, H]")
+    checking.shape("dt", dt, x.shape[:3], "B, T, H of x")
+    checking.operand("A", A, "[H]", (torch.float32,))
+    checking.operand("B", B, "[B, T, G, N]", (x.dtype,))
+    if B.shape[:2] != x.shape[:2]:
+        want = f"shape [{x.shape[0]}, {x.shape[1]}, G, N], B and T of x"
+        raise ShapeError(expected("B", want, list(B.shape)))
+    if B.shape[2] < 1 or heads % B.shape[2]:
+        raise ShapeError(expected("B", f"G, groups, a divisor of H = {heads}", B.shape[2]))
+    _multiple("B", "N", B.shape[3], *DELTA_SIZES)
+    checking.operand("C", C, "[B, T, G, N]", (x.dtype,))
+    checking.shape("C", C, B.shape, "that of B")
+    if D is not None:
+        checking.tensor("D", D)
+        checking.operand("D", D, "[H]" if D.dim() == 1 else "[H, P]")
+        checking.shape("D", D, x.shape[2 : 2 + D.dim()], "H, or H and P, of x")
+    if z is not None:
+        checking.operand("z", z, "[B, T, H, P]", (x.dtype,))
+        checking.shape("z", z, x.shape, "that of x")
+    sequences = count_of(cu_seqlens, "x", x)
+    if initial_states is not None:
+        checking.operand("initial_states", initial_states, "[S, H, P, N]", (torch.float32,))
+        want = sequences, heads, size, B.shape[3]
+        checking.shape("initial_states", initial_states, want, "[sequences, H, P, N]")
+    parameters = {"A": A, "D": D, "dt_bias": dt_bias}
+    for name in ("A", "dt_bias"):
+        if parameters[name] is not None:
+            checking.operand(name, parameters[name], "[H]")
+            checking.shape(name, parameters[name], (heads,), "H of x")
+    others = {"dt": dt, "B": B, "C": C, "z": z, "initial_states": initial_states}
+    for name, t in (parameters | others).items():
+        if t is not None:
+            checking.same_device(name, t, "x", x)
+    for name, main_grad in main_grads.items():
+        destination.check_of(f"{name}_main_grad", main_grad, name, parameters[name], x)
+    if not options.low <= options.high:
+        want = "(low, high), low at most high"
+        raise ArgumentValueError(expected("dt_limit", want, (options.low, options.high)))
+
+
+def step_options(dt_softplus: object, dt_limit: object) -> StepOptions:
+    """``dt_softplus`` and ``dt_limit`` of a state space scan."""
+    checking.flag("dt_softplus", dt_softplus)
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
+        raise ArgumentTypeError(expected("dt_limit", "two numbers (low, high)", repr(dt_limit)))
+    return StepOptions(dt_softplus, *(checking.number("dt_limit", t) for t in dt_limit))
+
+
+def chunk_size(size: object) -> None:
+    """Check the ``chunk_size`` that mamba_ssm's callers give."""
+    if size is not None and checking.integer("chunk_size", size) != SSD_CHUNK:
+        want = f"{SSD_CHUNK} (results depend on it)"
+        raise ArgumentValueError(expected("chunk_size", want, size))
 
 
 def l2norm(x: torch.Tensor, eps: float) -> None:

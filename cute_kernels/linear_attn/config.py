@@ -30,6 +30,8 @@ DELTA_CHUNK = 64
 DELTA_BLOCK = 16
 #: K and V are multiples of the first, and at most the second.
 DELTA_SIZES = 8, 256
+#: Rows of a chunk of a state space scan, whose P and N are as K and V of the delta rule.
+SSD_CHUNK = 128
 #: Widths of rows that `op_gate.l2norm` takes are multiples of the first, up to the second.
 L2NORM_WIDTHS = 8, 256
 #: eps of the norms of q and k before a delta rule.
@@ -38,7 +40,7 @@ L2NORM_EPS = 1e-6
 SOFTPLUS_LINEAR = 20.0
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
-#: Backend -> what the convolution and the delta rule keep.
+#: Backend -> what the convolution, the delta rule and the state space scan keep.
 KEPT: Mapping[str, frozenset[str]] = {
     arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
     arch.CPU: _KEPT,
@@ -92,6 +94,30 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
     return common | _arithmetic(backend, device) | {
         "order": order, "products": products, "block": DELTA_BLOCK,
     }  # fmt: skip
+
+
+def ssd_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the state space scan's contract id covers."""
+    gate = gate_facts(backend, device)
+    common: dict[str, object] = {
+        "chunk": SSD_CHUNK,
+        "step": "dt + dt_bias, softplus, clamp",
+        **{name: gate[name] for name in ("softplus", "artanh")},
+        "state": "fp32 between chunks, at absolute rows of a sequence",
+        "gradient of the state": "fp32 between chunks",
+        "gradients of B and C": "heads ascending; one rounding",
+        "sums of the gradients of A, D and dt_bias": "by chunk, chunks ascending",
+        "z": "y silu(z), one rounding",
+    }
+    if backend == arch.CPU:
+        order = "row by row: decay, S + dt x B, S C, + D x; sums by halves"
+        return common | {"order": order} | _arithmetic(backend, device)
+    order = (
+        "decays 2^(G_i - G_j) of a running sum G, P x on 2^G (C S), one multiply-add of D x, the "
+        "update of S from zero"
+    )
+    products = "bf16 operands, fp32 accumulators, ascending k"
+    return common | _arithmetic(backend, device) | {"order": order, "products": products}
 
 
 def _arithmetic(backend: str, device: arch.Device) -> dict[str, object]:

@@ -97,9 +97,9 @@ def _add_sums(
         add_chunks(of_bias, slope)
 
 
-def add_chunks(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add a sequence's fp64 rows [T, D] to into [D], fp32, chunk by chunk, each a chain."""
-    for chunk in rows.split(CONV_CHUNK) if len(rows) else ():
+def add_chunks(into: torch.Tensor, rows: torch.Tensor, size: int = CONV_CHUNK) -> None:
+    """Add a sequence's fp64 rows [T, ...] to into [...], fp32, chunk by chunk, each a chain."""
+    for chunk in rows.split(size) if len(rows) else ():
         into += _chain(chunk).float()
 
 

@@ -10,7 +10,6 @@ gradient in the backward, are rounded to fp32 where a chunk of 64 rows of a sequ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,8 @@ import torch
 from ..cpu import elementary
 from ..cpu.ieee import halves, ieee
 from .config import DELTA_CHUNK
+from .cpu_chunks import Chunk, groups, lanes_at_once, to_lanes
 from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
-
-#: Numbers of the states of a chunk's rows that are computed at once; no bit depends on it.
-_AT_ONCE = 1 << 20
 
 
 def delta_rule(
@@ -36,10 +33,10 @@ def delta_rule(
     out.zero_()
     saved.states.zero_()
     with ieee():
-        for group in _groups(sequences):
-            state = group.states(operands.initial, operands)
+        for group in groups(sequences, DELTA_CHUNK):
+            state = group.states(operands.initial, _sizes(operands))
             for chunk in group.chunks():
-                chunk.states_of(saved)[:] = group.by_sequence(state)
+                chunk.states_of(saved.states)[:] = group.by_sequence(state)
                 rows = _rows(operands, chunk)
                 results = torch.empty_like(rows.v)
                 for lanes in _lanes(rows):
@@ -67,11 +64,11 @@ def delta_rule_backward(
         if gradient is not None:
             gradient.zero_()
     with ieee():
-        for group in _groups(sequences):
-            slope = group.states(d_final, operands)
+        for group in groups(sequences, DELTA_CHUNK):
+            slope = group.states(d_final, _sizes(operands))
             for chunk in reversed(list(group.chunks())):
-                rows, states = _rows(operands, chunk), chunk.states_of(saved).flatten(0, 1)
-                slopes = _to_lanes(chunk.read(d_out))
+                rows, states = _rows(operands, chunk), chunk.states_of(saved.states).flatten(0, 1)
+                slopes = to_lanes(chunk.read(d_out))
                 parts = []
                 for lanes in _lanes(rows):
                     some = rows.of(lanes)
@@ -84,83 +81,6 @@ def delta_rule_backward(
                         chunk.write(gradient, torch.cat(pieces, 1))
             if of_initial is not None:
                 group.of_sequences(of_initial)[:] = group.by_sequence(slope)
-
-
-# ---- rows of sequences ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Consecutive sequences of one length, whose rows are computed at once.
-
-    sequence, first, slot: The first one's number, first row and slot of its first chunk.
-    """
-
-    sequence: int
-    count: int
-    length: int
-    first: int
-    slot: int
-
-    def chunks(self) -> Iterator[_Chunk]:
-        for start in range(0, self.length, DELTA_CHUNK):
-            yield _Chunk(self, start, min(start + DELTA_CHUNK, self.length))
-
-    def of_sequences(self, states: torch.Tensor) -> torch.Tensor:
-        """States of these sequences among those of all [S, HV, K, V]."""
-        return states[self.sequence : self.sequence + self.count]
-
-    def states(self, given: torch.Tensor | None, operands: DeltaRule) -> torch.Tensor:
-        """A copy of the states of these sequences, or zeros, by lane: [count HV, K, V], fp32."""
-        if given is not None:
-            return self.of_sequences(given).flatten(0, 1).clone()
-        sizes = self.count * operands.v.shape[1], operands.k.shape[2], operands.v.shape[2]
-        return torch.zeros(sizes, dtype=torch.float32, device="cpu")
-
-    def by_sequence(self, state: torch.Tensor) -> torch.Tensor:
-        return state.unflatten(0, (self.count, -1))
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Rows from ``start`` up to ``end`` of each sequence of a group."""
-
-    group: _Group
-    start: int
-    end: int
-
-    def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """These among all rows [N, H, ...]: a view [rows, count, H, ...]."""
-        first, sizes = self.group.first, (self.group.count, self.group.length)
-        rows = rows[first : first + sizes[0] * sizes[1]].unflatten(0, sizes)
-        return rows[:, self.start : self.end].swapdims(0, 1)
-
-    def write(self, rows: torch.Tensor, lanes: torch.Tensor) -> None:
-        """Round what is computed by lane [rows, count HV, ...] to all rows [N, H, ...].
-
-        Of k heads: the sum of the v heads that each one serves, ascending.
-        """
-        target = self.read(rows)
-        heads = lanes.unflatten(1, (self.group.count, target.shape[2], -1)).unbind(3)
-        total = heads[0]
-        for head in heads[1:]:
-            total = total + head
-        target[:] = total
-
-    def states_of(self, saved: DeltaSaved) -> torch.Tensor:
-        """The saved states before this chunk: a view [count, HV, K, V]."""
-        chunks = -(-self.group.length // DELTA_CHUNK)
-        first = self.group.slot + self.start // DELTA_CHUNK
-        return saved.states[first::chunks][: self.group.count]
-
-
-def _groups(sequences: Sequences) -> Iterator[_Group]:
-    """All of a batch, or each sequence of a pack."""
-    if sequences.offsets is None:
-        yield _Group(0, sequences.count, sequences.length, 0, 0)
-        return
-    for s, (first, end) in enumerate(sequences.bounds()):
-        yield _Group(s, 1, end - first, first, first // DELTA_CHUNK + s)
 
 
 class _Rows(NamedTuple):
@@ -179,23 +99,21 @@ class _Rows(NamedTuple):
         return _Rows(*(t[:, lanes] for t in self))
 
 
-def _rows(operands: DeltaRule, chunk: _Chunk) -> _Rows:
+def _rows(operands: DeltaRule, chunk: Chunk) -> _Rows:
     q, k, v, g, beta = (chunk.read(t) for t in operands[:5])
     times = v.shape[2] // k.shape[2]
     q, k = (t.repeat_interleave(times, 2) for t in (q, k))
-    q, k, v, g, beta = map(_to_lanes, (q, k, v, g, beta))
+    q, k, v, g, beta = map(to_lanes, (q, k, v, g, beta))
     return _Rows(q, k, v, elementary.exp(g), beta)
 
 
-def _to_lanes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.flatten(1, 2).double()
-
-
 def _lanes(rows: _Rows) -> Iterator[slice]:
-    """Lanes that are computed at once."""
-    count, lanes, size = rows.k.shape
-    step = max(1, _AT_ONCE // (count * size * rows.v.shape[2]))
-    return (slice(i, i + step) for i in range(0, lanes, step))
+    return lanes_at_once(rows.k.shape[1], len(rows.k) * rows.k.shape[2] * rows.v.shape[2])
+
+
+def _sizes(operands: DeltaRule) -> tuple[int, int, int]:
+    """(HV, K, V) of a state."""
+    return operands.v.shape[1], operands.k.shape[2], operands.v.shape[2]
 
 
 # ---- the recurrence ------------------------------------------------------------------------------

@@ -78,6 +78,64 @@ class DeltaGradients(NamedTuple):
     initial: torch.Tensor | None
 
 
+class StepOptions(NamedTuple):
+    """How the steps of a state space are made of dt: softplus first, then clamped, or neither."""
+
+    softplus: bool
+    low: float
+    high: float
+
+
+class StateSpace(NamedTuple):
+    """Operands of a state space scan.
+
+    x, z: Rows [N, H, P].  dt: [N, H].  A: [H], fp32.  B, C: [N, G, N_]; group g serves the H / G
+    heads from g H / G on.  D: [H] or [H, P].  dt_bias: [H].  initial: [S, H, P, N_], fp32, the
+    state before each sequence's first row.  D, z, dt_bias, initial may be None.
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial: torch.Tensor | None
+
+
+class StateSpaceSaved(NamedTuple):
+    """What the forward of a state space scan leaves to its backward.
+
+    states: [slots, H, P, N_], the state before each chunk, at its slot of `Sequences.slots`; fp32
+    on the CPU, whose other tensors are of size 0, and bf16 in Triton.  step, decay: [N, H], fp32.
+    ungated: [N, H, P], bf16, the rows before the gate z; of size 0 without z.
+    """
+
+    states: torch.Tensor
+    step: torch.Tensor
+    decay: torch.Tensor
+    ungated: torch.Tensor
+
+
+class StateSpaceGradients(NamedTuple):
+    """Gradients that a backward makes, of the operands' shapes; None: one that nobody needs.
+
+    A, D and dt_bias, fp32, are added to; the others are written, of the operands' dtypes.
+    """
+
+    x: torch.Tensor | None
+    dt: torch.Tensor | None
+    A: torch.Tensor | None
+    B: torch.Tensor | None
+    C: torch.Tensor | None
+    D: torch.Tensor | None
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial: torch.Tensor | None
+
+
 class Gate(NamedTuple):
     """Operands of a decay.  a: rows [N, H].  A_log: [H].  dt_bias: [H] or None."""
 

@@ -16,7 +16,7 @@ from cute_kernels.errors import (
     ShapeError,
     UnsupportedTransformError,
 )
-from cute_kernels.linear_attn import cpu_delta, op_gate
+from cute_kernels.linear_attn import cpu_chunks, cpu_delta, op_gate
 from cute_kernels.runtime import dispatch
 from tests import contract
 from tests.anchors import planted
@@ -226,7 +226,7 @@ def test_v_heads_that_share_a_k_head():
 def test_no_bit_follows_how_much_is_computed_at_once(monkeypatch):
     case = Case((70,), batch=2, heads=(2, 6))
     want = run(case, operands(case))
-    monkeypatch.setattr(cpu_delta, "_AT_ONCE", 5 * 64 * 16 * 24)
+    monkeypatch.setattr(cpu_chunks, "AT_ONCE", 5 * 64 * 16 * 24)
     assert same(run(case, operands(case)), want)
 
 
@@ -294,36 +294,50 @@ def test_the_battery_of_rows():
     assert contract.check_rows(op, 70, seed=1) > 50
 
 
-#: Edits of cpu_delta.py.
+#: Mutants: a module and an edit of it.
 MUTANTS = {
     "no rounding between chunks": (
-        ".flatten(0, 1).clone()", ".flatten(0, 1).double()",
+        cpu_chunks, (".flatten(0, 1).clone()", ".flatten(0, 1).double()"),
     ),
     "decay after the read": (
-        "torch.sub(v, halves(state * k, 1), out=residuals[t])",
-        "torch.sub(v, halves(states[t] * k, 1), out=residuals[t])",
+        cpu_delta,
+        ("torch.sub(v, halves(state * k, 1), out=residuals[t])",
+         "torch.sub(v, halves(states[t] * k, 1), out=residuals[t])"),
     ),
-    "o before the update": ("halves(states[1:] * some.q", "halves(states[:-1] * some.q"),
-    "k heads by turns": ("t.repeat_interleave(times, 2)", "t.repeat(1, 1, times, 1)"),
-    "one v head's gradient": ("        total = total + head\n", "        total = head\n"),
+    "o before the update": (
+        cpu_delta, ("halves(states[1:] * some.q", "halves(states[:-1] * some.q"),
+    ),
+    "k heads by turns": (cpu_delta, ("t.repeat_interleave(times, 2)", "t.repeat(1, 1, times, 1)")),
+    "one v head's gradient": (
+        cpu_chunks, ("        total = total + head\n", "        total = head\n"),
+    ),
     "chunks of the pack": (
-        "min(start + DELTA_CHUNK, self.length)",
-        "min(start + DELTA_CHUNK, self.length) if self.first % 2 == 0 else self.length",
+        cpu_chunks,
+        ("min(start + self.size, self.length)",
+         "min(start + self.size, self.length) if self.first % 2 == 0 else self.length"),
     ),
     "another sequence's state": (
-        "return states[self.sequence : self.sequence + self.count]", "return states[: self.count]",
+        cpu_chunks,
+        ("return states[self.sequence : self.sequence + self.count]",
+         "return states[: self.count]"),
     ),
-    "another chunk's state": ("saved.states[first::chunks]", "saved.states[0::chunks]"),
+    "another chunk's state": (
+        cpu_chunks, ("return states[first::chunks]", "return states[0::chunks]"),
+    ),
     "a gradient of the state that is not decayed": (
-        "slope = decayed[t] * decays[t]", "slope = decayed[t]",
+        cpu_delta, ("slope = decayed[t] * decays[t]", "slope = decayed[t]"),
     ),
-    "v heads descending": (".unbind(3)\n", ".flip(3).unbind(3)\n"),
+    "v heads descending": (cpu_chunks, (".unbind(3)\n", ".flip(3).unbind(3)\n")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(name):
-    with planted(cpu_delta, MUTANTS[name]), pytest.raises(AssertionError):
+    module, edit = MUTANTS[name]
+    # Second, as it imports names of the first.
+    of_delta = (edit,) if module is cpu_delta else ()
+    chunks = planted(cpu_chunks, *(() if of_delta else (edit,)))
+    with chunks, planted(cpu_delta, *of_delta), pytest.raises(AssertionError):
         dispatch.forget()
         for case in ("batch", "pack"):
             test_against_float64(case)

@@ -200,7 +200,7 @@ def test_gradients_of_parameters_are_split_invariant():
 @pytest.mark.parametrize(
     "edit",
     [
-        ("    for chunk in rows.split(CONV_CHUNK) if len(rows) else ():\n        into +=",
+        ("    for chunk in rows.split(size) if len(rows) else ():\n        into +=",
          "    for chunk in [rows] if len(rows) else ():\n        into +="),
         ("into += _chain(chunk).float()", "into.copy_((into.double() + _chain(chunk)).float())"),
     ],

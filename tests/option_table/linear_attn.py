@@ -7,8 +7,9 @@ import functools
 import torch
 
 from cute_kernels import arch
-from cute_kernels.linear_attn.tensors import DeltaRule
+from cute_kernels.linear_attn.tensors import DeltaRule, StateSpace
 from cute_kernels.runtime import dispatch
+from tests.linear_attn import ssd_cases
 from tests.linear_attn.delta_cases import Case, exact, gate_parameters, operands, upstream
 from tests.option_table.calls import Cases, call
 from tests.option_table.rows import cases, leaf
@@ -22,6 +23,20 @@ OFFSETS = torch.tensor([0, 5, 5, 69], dtype=torch.int32)
 DELTA = Case((66,), batch=2, heads=(1, 2), sizes=(64, 64), initial=False)
 DELTA_PACK = DELTA._replace(lengths=(5, 0, 66), batch=0, behind=3)
 GATE = gate_parameters(DELTA)
+#: Calls of a state space scan, as those of the delta rule.
+SCAN = ssd_cases.Case(
+    (130,),
+    batch=2,
+    heads=(1, 2),
+    sizes=(64, 64),
+    skip=0,
+    gate=False,
+    bias=False,
+    initial=False,
+    softplus=False,
+    limit=(0.0, float("inf")),
+)
+SCAN_PACK = SCAN._replace(lengths=(5, 0, 130), batch=0, behind=3)
 
 
 def conv(batch: int = 2, bias=None, initial_states=None, width: int = 4, **options):
@@ -148,6 +163,52 @@ def delta(
     return shares
 
 
+#: Those of sums over rows have a share of their largest term.
+SUMMED = ("A", "D", "dt_bias")
+
+
+def scan(batch: int = 2, main_grads: bool = False, cu_seqlens=None, **changed):
+    """Shares of the bounds that both passes take; ``changed``: fields of the case."""
+    case = (SCAN if cu_seqlens is None else SCAN_PACK)._replace(**changed)
+    o, fields = ssd_cases.operands(case), StateSpace._fields
+    leaves = {n: leaf(t) for n, t in zip(fields, o, strict=True) if t is not None}
+    rows = {
+        n: t.unflatten(0, (batch, -1)) for n, t in leaves.items() if n in ("x", "dt", "B", "C", "z")
+    }
+    arguments = leaves | rows
+    options = {"initial_states": arguments.pop("initial", None), "cu_seqlens": cu_seqlens}
+    options |= {"dt_softplus": case.softplus, "dt_limit": case.limit, "chunk_size": 128}
+    mains = {n: torch.zeros(t.shape) for n, t in leaves.items() if n in SUMMED and main_grads}
+    options |= {f"{n}_main_grad": t for n, t in mains.items()}
+    out, *last = torch.utils._pytree.tree_leaves(
+        call(
+            "mamba_chunk_scan_combined",
+            **arguments,
+            **options,
+            return_final_states=case.initial,
+        )
+    )
+    d_out, d_last = ssd_cases.upstream(case)
+    slopes = [d_out.view(out.shape), d_last][: 1 + case.initial]
+    torch.autograd.backward([out, *last], slopes)
+    *wanted, exacts = ssd_cases.exact(case, o)
+    slopes = [d_out[: len(wanted[0])].double(), d_last.double()][: 1 + case.initial]
+    torch.autograd.backward(wanted[: 1 + case.initial], slopes)
+    got = {"out": out.flatten(0, 1)} | dict(zip(["last"], last, strict=False))
+    got |= {f"d{n}": mains.get(n, t.grad) for n, t in leaves.items()}
+    want = dict(zip(["out", "last"], wanted, strict=False))
+    want |= {f"d{n}": t.grad for n, t in zip(fields, exacts, strict=True) if t is not None}
+    on_cpu = dispatch.backend("ssd_scan", d_out.device, BF16) == arch.CPU
+    inside = 2.0**-22 if on_cpu else 2.0**-6
+    shares = {}
+    for name, actual in got.items():
+        more = 2.0**4 if name[1:] in SUMMED else 1.0
+        bound = oracle.delta_bound(want[name], actual.dtype, inside * more)
+        error = (actual[: len(bound)].double() - want[name][: len(actual)]).abs()
+        shares[name] = (error / bound[: len(actual)]).max().item()
+    return shares
+
+
 BIAS, STATES = drawn(CHANNELS, seed=5), drawn(2, CHANNELS, 3, seed=6)
 TABLE: dict[str, Cases] = {
     "causal_conv1d_fn": cases(
@@ -190,4 +251,17 @@ TABLE: dict[str, Cases] = {
         )
         for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
     },
+    "mamba_chunk_scan_combined": cases(
+        scan,
+        plain={},
+        D={"skip": 1},
+        gate={"gate": True},
+        steps={"bias": True, "softplus": True, "limit": (0.02, 2.0)},
+        pack={"batch": 1, "cu_seqlens": SCAN_PACK.offsets, "initial": True},
+        main_grads={"skip": 2, "bias": True, "main_grads": True},
+        all={
+            "batch": 1, "cu_seqlens": SCAN_PACK.offsets, "initial": True, "skip": 1, "gate": True,
+            "bias": True, "softplus": True, "limit": (0.02, 2.0), "main_grads": True,
+        },
+    ),
 }  # fmt: skip

@@ -57,6 +57,39 @@ def delta_bound(exact: torch.Tensor, dtype: torch.dtype, inside: float = 2.0**-2
     return exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * inside
 
 
+def state_space(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    state: torch.Tensor,
+    options: tuple[bool, float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, P], last state) of one sequence, B and C [T, G, N], state [H, P, N]; float64.
+
+    options: Whether dt goes through softplus, and its limits.
+    """
+    softplus, low, high = options
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    step = (functional.softplus(dt) if softplus else dt).clamp(low, high)
+    group = torch.arange(x.shape[1]) // (x.shape[1] // B.shape[1])
+    out = []
+    for t in range(len(x)):
+        decay = (A * step[t]).exp()
+        added = torch.einsum("h,hp,hn->hpn", step[t], x[t], B[t, group])
+        state = decay[:, None, None] * state + added
+        y = torch.einsum("hpn,hn->hp", state, C[t, group])
+        if D is not None:
+            y = y + D.view(len(D), -1) * x[t]
+        out.append(y if z is None else y * functional.silu(z[t]))
+    return torch.stack(out) if out else x, state
+
+
 def l2norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(Σ x² + eps) in float64, as FLA has it."""
     x = x.double()
