@@ -44,9 +44,10 @@ SYSTEMS = (
                 ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), "gated_delta_rule"
             ),
             "mamba_chunk_scan_combined": "ssd_scan",
+            "gated_rms_norm": "gated_norm",
         },
         launcher=None,
-        modules=("op", "op_delta", "op_gate", "op_ssd"),
+        modules=("op", "op_delta", "op_gate", "op_ssd", "op_gated_norm"),
     ),
     System(
         "logp",

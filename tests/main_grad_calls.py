@@ -63,6 +63,11 @@ CALLS = {
     "mamba_chunk_scan_combined, dt_bias": (
         lambda x, w, m: scanned(x, dt_bias=w, dt_bias_main_grad=m), (2,),
     ),
+    "gated_rms_norm": (
+        lambda x, w, m: ck.gated_rms_norm(
+            x, w, x + 1, 1e-6, norm_before_gate=False, group_size=20, main_grad=m
+        ), (K,),
+    ),
     "embedding": (lambda x, w, m: x * ck.embedding(IDS, w, main_grad=m), (N, K)),
     "rms_norm": (lambda x, w, m: ck.rms_norm(x, w, main_grad=m), (K,)),
     "layer_norm": (lambda x, w, m: ck.layer_norm(x, w, main_grad=m), (K,)),

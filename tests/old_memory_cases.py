@@ -152,6 +152,11 @@ def scan(*ends: int, tokens: int) -> None:
     backward(ck.mamba_chunk_scan_combined(x, dt, A, B, C, 128, D, z, dt_bias, states, **options))
 
 
+def gated_norm(rows: int, width: int, first: bool) -> None:
+    x, weight, gate = leaf(rows, width), leaf(width, seed=1), leaf(rows, width, seed=2)
+    backward(ck.gated_rms_norm(x, weight, gate, 1e-6, norm_before_gate=first))
+
+
 def site(tokens: int, n: int, width: int) -> None:
     """Widths that are no multiple of a tile; no tokens."""
     size = 2 * n + n * n
@@ -217,6 +222,8 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
             "delta, rows of no sequence": (delta, 3, 3, 70, {"tokens": 90}),
             "scan, no rows": (scan, 0, {"tokens": 0}),
             "scan, rows of no sequence": (scan, 3, 3, 140, {"tokens": 160}),
+            "gated norm of no rows": (gated_norm, 0, 40, True, {}),
+            "gated norm, tails": (gated_norm, 67, 73, False, {}),
         },
         "sparse_attn": {
             "rows without keys": (attention, 150, 70, {"causal": True}),

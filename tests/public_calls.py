@@ -61,6 +61,10 @@ CASES = {
         (1, 5, 2, 8), (1, 5, 2), (2,), *[(1, 5, 1, 16)] * 2, (2,), (1, 5, 2, 8), (2,),
         (1, 2, 8, 16),
     ),
+    "gated_rms_norm": (
+        lambda x, w, z: ck.gated_rms_norm(x, w, z, 1e-6, norm_before_gate=False, group_size=8),
+        (2, 3, 16), (16,), (2, 3, 16),
+    ),
     "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
     "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
     "rms_norm, residual": (

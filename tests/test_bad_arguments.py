@@ -66,6 +66,9 @@ RIGHT = {
         "x": t(1, 3, 2, 8), "dt": t(1, 3, 2), "A": t(2), "B": t(1, 3, 1, 16), "C": t(1, 3, 1, 16),
         "D": t(2, 8), "z": t(1, 3, 2, 8), "dt_bias": t(2) + 1, "initial_states": t(1, 2, 8, 16),
     },
+    "gated_rms_norm": {
+        "x": ROWS, "weight": t(16), "gate": ROWS + 1, "eps": 1e-6, "norm_before_gate": True,
+    },
     "log_probs": {"logits": t(1, 3, 8), "target": IDS, "temperature": t(1, 3).abs() + 1},
     "rms_norm": {"x": ROWS, "weight": t(16), "residual": ROWS + 1},
     "layer_norm": {"x": ROWS, "weight": t(16), "bias": t(16) + 1, "residual": ROWS + 1},
@@ -178,7 +181,7 @@ MAINS = {
 OF_WEIGHTS = {
     **{op: ("main_grad", ["weight"]) for op in (
         "linear", "grouped_linear", "linear_logp", "rms_norm", "layer_norm", "embedding",
-        "causal_conv1d_fn",
+        "causal_conv1d_fn", "gated_rms_norm",
     )},
     "mhc.projection": ("main_grads", ["phi", "norm_weight"]),
     "mhc.scale": ("main_grads", ["alpha", "beta"]),

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ..runtime import checking
-from . import checks, op, op_delta, op_gate, op_ssd
+from . import checks, op, op_delta, op_gate, op_gated_norm, op_ssd
 from .config import L2NORM_EPS
 
 
@@ -348,3 +348,61 @@ def mamba_chunk_scan_combined(
         dt_bias_main_grad, *checks.step_options(dt_softplus, dt_limit), return_final_states,
     )  # fmt: skip
     return (out, final) if return_final_states else out
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    gate: torch.Tensor,
+    eps: float,
+    *,
+    norm_before_gate: bool,
+    activation: str = "silu",
+    group_size: int | None = None,
+    main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> torch.Tensor:
+    """RMS norm with a gate: x / √(mean(x²) + eps) · weight · act(gate), or of x · act(gate).
+
+    The norm behind a gated delta rule (norm before gate, a head a row) and behind a state space
+    (gate before norm, groups of a row).  A row is rounded once, at the end.
+
+    Args:
+        x: [..., D]; bf16, fp16 or fp32; any strides.
+        weight: [D] or None (1); bf16, fp16 or fp32.
+        gate: As x, with strides of its own.
+        eps: Added to the mean of the squares, inside the root.
+        norm_before_gate: True: the normalised x is multiplied by act(gate).  False: x · act(gate)
+            is normalised.
+        activation: "silu" or "swish", which is the same, or "sigmoid".
+        group_size: Elements of a row that are normalised together, a factor of D, at most 8192;
+            None: D.
+        main_grad: fp32 [D] or None.  If given, backward adds dweight into it in place and
+            ``weight.grad`` stays None, as in `linear`.
+
+    Returns:
+        y [..., D], contiguous, the dtype of x.
+
+    Guarantees:
+        ``run_to_run``, ``batch_invariant`` for y, dx and dgate, and ``schedule_invariant`` on GPUs.
+        dweight is a sum over rows in parts of `config.group_part_rows(group_size)` (1024 of
+        128 elements, 64 from 1024 on, 32 above 4096), added one by one: ``split_invariant`` into
+        ``main_grad`` for micro-batches cut there.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError, AliasError,
+        UnsupportedTransformError, BackendUnavailable: as `linear`.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 7; Yang et al., "Gated Delta
+    Networks", 2024, section 3.4.
+
+    Example:
+        >>> x, gate, weight = torch.randn(5, 4, 64), torch.randn(5, 4, 64), torch.ones(64)
+        >>> ck.gated_rms_norm(x, weight, gate, 1e-6, norm_before_gate=True).shape
+        torch.Size([5, 4, 64])
+    """
+    if others:
+        checking.no_other_arguments("gated_rms_norm", others)
+    kind = checks.gated_norm_options(activation, norm_before_gate, group_size)
+    options = kind, eps, norm_before_gate, group_size
+    return op_gated_norm.gated_norm(x, weight, gate, main_grad, *options)[0]

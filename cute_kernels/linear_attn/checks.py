@@ -13,8 +13,10 @@ from .config import (
     CONV_WIDTHS,
     DELTA_CHUNK,
     DELTA_SIZES,
+    GATED_ACTIVATIONS,
     L2NORM_WIDTHS,
     MAX_CHANNELS,
+    MAX_GROUP,
     SSD_CHUNK,
 )
 from .tensors import DeltaRule, StateSpace, StepOptions
@@ -289,3 +291,50 @@ def conv_state(conv_state: torch.Tensor, x: torch.Tensor, width: int) -> None:
         raise ShapeError(expected("conv_state", want, list(conv_state.shape)))
     checking.dtype("conv_state", conv_state.dtype, (x.dtype,))
     checking.same_device("conv_state", conv_state, "x", x)
+
+
+def gated_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    gate: torch.Tensor,
+    main_grad: torch.Tensor | None,
+    activation: str,
+    eps: object,
+    norm_before_gate: bool,
+    group_size: int | None,
+) -> None:
+    """Check the arguments of `op_gated_norm.gated_norm`."""
+    checking.tensor("x", x)
+    checking.dtype("x", x.dtype, checking.FLOATS)
+    if x.dim() < 1 or not x.shape[-1]:
+        raise ShapeError(expected("x", "shape [..., D], D at least 1", list(x.shape)))
+    checking.supported("gated_rms_norm", x.device)
+    width = x.shape[-1]
+    if weight is not None:
+        checking.operand("weight", weight, "[D]")
+        checking.shape("weight", weight, [width], "the D of x")
+        checking.same_device("weight", weight, "x", x)
+    checking.tensor("gate", gate)
+    checking.dtype("gate", gate.dtype, (x.dtype,))
+    checking.shape("gate", gate, x.shape, "that of x")
+    checking.same_device("gate", gate, "x", x)
+    destination.check_of("main_grad", main_grad, "weight", weight, x)
+    group = width if group_size is None else group_size
+    if group < 1 or width % group:
+        raise ShapeError(expected("group_size", f"a factor of {width}, the D of x", group))
+    if group > MAX_GROUP:
+        raise ShapeError(expected("group_size", f"at most {MAX_GROUP}", group))
+    # Below the least normal fp32 a device may take an eps for zero.
+    if not (checking.number("eps", eps) == 0 or 2.0**-126 <= eps <= 2.0**40):
+        raise ArgumentValueError(expected("eps", "0, or a number from 2^-126 to 2^40", eps))
+
+
+def gated_norm_options(activation: object, norm_before_gate: object, group_size: object) -> str:
+    """Check options of `gated_rms_norm` by type, and return the activation's one name."""
+    if not isinstance(activation, str) or activation not in GATED_ACTIVATIONS:
+        names = ", ".join(map(repr, GATED_ACTIVATIONS))
+        raise ArgumentValueError(expected("activation", f"one of {names}", repr(activation)))
+    checking.flag("norm_before_gate", norm_before_gate)
+    if group_size is not None:
+        checking.integer("group_size", group_size, "an int or None")
+    return GATED_ACTIVATIONS[activation]

@@ -14,7 +14,7 @@ import torch
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from ..cpu import elementary
-from .triton.plan import TRITON
+from .triton.plan import GATED_NORM, TRITON
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Rows of a chunk of sums over rows: the convolution's, and the decay's.
@@ -126,3 +126,35 @@ def _arithmetic(backend: str, device: arch.Device) -> dict[str, object]:
     exp2 = "v_exp_f32" if device.arch.startswith("gfx") else "ex2.approx.ftz"
     constants = {"log2(e)": elementary.LOG2E_FP32, "exp2": exp2}
     return constants | {"inside": "fp32", "fp_fusion": TRITON.fp_fusion}
+
+
+#: Elements of a group of gated_rms_norm, at most: registers hold one.
+MAX_GROUP = 8192
+GATED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
+
+
+def group_room(size: int) -> int:
+    """Width of a group padded to a power of two; it fixes the tree of sums over it."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def group_part_rows(size: int) -> int:
+    """Rows of a part of dweight: 64, more of narrow groups, as heads are; 32 of the widest."""
+    room = group_room(size)
+    if room <= 256:
+        return 131072 // room
+    return 32 if room > 4096 else max(64, 65536 // room)
+
+
+def gated_norm_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the contract id of gated_rms_norm covers."""
+    sizes = [1 << i for i in range(4, 14)]
+    common: dict[str, object] = {
+        "rows of a part": {size: group_part_rows(size) for size in sizes},
+        "rounding": "one, at the end",
+    }
+    common |= _arithmetic(backend, device)
+    if backend == arch.CPU:
+        return common | {"sums": "halves"}
+    lanes = {size: (GATED_NORM.rows(size), GATED_NORM.fold(size)) for size in sizes}
+    return common | {"group": "pairs", "lanes, pieces": lanes, "e^-|z|": "one product"}

@@ -200,3 +200,31 @@ class Sequences:
         if self.offsets is None:
             return self.count * -(-self.length // size)
         return self.rows // size + self.count + 1
+
+
+class Gated(NamedTuple):
+    """Operands of a gated norm: x and gate, rows [M, D]; weight [D] or None (1)."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    gate: torch.Tensor
+
+
+class GatedRule(NamedTuple):
+    """Rule of a gated norm; ``activation``: "silu" or "sigmoid"."""
+
+    activation: str
+    eps: float
+    norm_before_gate: bool
+    group_size: int
+
+
+class GatedGradients(NamedTuple):
+    """Gradients that a gated norm's backward makes; None: one that nobody needs.
+
+    dx, gate [M, D] are written, of the dtype of x; weight [D], fp32, is added to.
+    """
+
+    dx: torch.Tensor | None
+    weight: torch.Tensor | None
+    gate: torch.Tensor | None

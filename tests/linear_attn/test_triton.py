@@ -171,6 +171,10 @@ MUTANTS = {
             "tl.where((sequence < SEQUENCES) & (start < end), total, 0.0)",
         ),
     ),
+    "slots_that_are_not_there_add_0": (
+        *(INTERPRETER, zeros_keep_their_sign),
+        ("total = tl.where(i * FOLD < COUNT, added, total)", "total = added + 0.0"),
+    ),
     "what_is_behind_is_a_sequence": (
         *(INTERPRETER, neighbours, (5, 66), 3),
         (

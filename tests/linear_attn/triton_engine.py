@@ -27,4 +27,13 @@ GATE = Runner(
     },
     files=("kernel", "kernel_gate", "launch", "gate"),
 )
-RUNNERS = (RUNNER, GATE)
+GATED_NORM = Runner(
+    package,
+    {
+        "gated_norm_kernel": ("y_ptr", "rstd_ptr"),
+        "gated_norm_gradient_kernel": ("dx_ptr", "d_gate_ptr", "pieces_ptr"),
+        "add_sums_kernel": ("into_ptr",),
+    },
+    files=("kernel", "kernel_gated_norm", "launch", "gated_norm"),
+)
+RUNNERS = (RUNNER, GATE, GATED_NORM)

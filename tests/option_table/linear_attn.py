@@ -7,10 +7,11 @@ import functools
 import torch
 
 from cute_kernels import arch
-from cute_kernels.linear_attn.tensors import DeltaRule, StateSpace
+from cute_kernels.linear_attn.tensors import DeltaRule, GatedRule, StateSpace
 from cute_kernels.runtime import dispatch
 from tests.linear_attn import ssd_cases
 from tests.linear_attn.delta_cases import Case, exact, gate_parameters, operands, upstream
+from tests.mhc.cases import shares
 from tests.option_table.calls import Cases, call
 from tests.option_table.rows import cases, leaf
 from tests.oracles import linear_attn as oracle
@@ -209,6 +210,30 @@ def scan(batch: int = 2, main_grads: bool = False, cu_seqlens=None, **changed):
     return shares
 
 
+def gated_norm(weight=None, groups: int = 1, main_grad=None, **options) -> dict[str, float]:
+    """Shares of the bounds that both passes take."""
+    x, gate = (leaf(drawn(2, 3, CHANNELS, seed=s)) for s in (11, 12))
+    weight, main = leaf(weight), None if main_grad is None else main_grad.clone()
+    options |= {"group_size": CHANNELS // groups} if groups > 1 else {}
+    options |= {} if main is None else {"main_grad": main}
+    y = call("gated_rms_norm", x, weight, gate, **{"eps": 1e-5} | options)
+    dy = drawn(2, 3, CHANNELS, seed=13)
+    y.backward(dy)
+    rule = GatedRule(
+        {"swish": "silu"}.get(kind := options.get("activation", "silu"), kind),
+        options.get("eps", 1e-5), options["norm_before_gate"], CHANNELS // groups,
+    )  # fmt: skip
+    rows = [t.detach().flatten(0, 1) for t in (x, gate, dy)]
+    plain = None if weight is None else weight.detach()
+    want = oracle.gated_norm(rows[0], plain, *rows[1:], rule)
+    got = {"y": y, "dx": x.grad, "dgate": gate.grad}
+    if weight is not None:
+        assert (weight.grad is None) == (main is not None)
+        got["dweight"] = weight.grad if main is None else main
+        want["dweight"] = want["dweight"] + (0.0 if main is None else main_grad)
+    return shares(got, want)
+
+
 BIAS, STATES = drawn(CHANNELS, seed=5), drawn(2, CHANNELS, 3, seed=6)
 TABLE: dict[str, Cases] = {
     "causal_conv1d_fn": cases(
@@ -262,6 +287,20 @@ TABLE: dict[str, Cases] = {
         all={
             "batch": 1, "cu_seqlens": SCAN_PACK.offsets, "initial": True, "skip": 1, "gate": True,
             "bias": True, "softplus": True, "limit": (0.02, 2.0), "main_grads": True,
+        },
+    ),
+    "gated_rms_norm": cases(
+        gated_norm,
+        plain={"norm_before_gate": True, "weight": drawn(CHANNELS, seed=14)},
+        no_weight={"norm_before_gate": False},
+        options={
+            "norm_before_gate": False, "weight": drawn(CHANNELS, seed=14, dtype=FP32),
+            "activation": "sigmoid", "eps": 0.1, "groups": 3,
+        },
+        swish={"norm_before_gate": True, "activation": "swish", "groups": 2},
+        main_grad={
+            "norm_before_gate": True, "weight": drawn(CHANNELS, seed=14),
+            "main_grad": drawn(CHANNELS, seed=15, dtype=FP32),
         },
     ),
 }  # fmt: skip

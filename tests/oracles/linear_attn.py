@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from cute_kernels.linear_attn import config
+
+from .error_bounds import Near, exact
+
 
 def conv(
     x: torch.Tensor,
@@ -100,3 +104,39 @@ def decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) ->
     """-e^A_log softplus(a + dt_bias) in float64, as transformers has it."""
     x = a.double() if dt_bias is None else a.double() + dt_bias.double()
     return -A_log.double().exp() * functional.softplus(x)
+
+
+def gated_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor, dy: torch.Tensor, rule
+) -> dict[str, Near]:
+    """y, dx, dgate and dweight of a gated norm of rows [M, D], with bounds of fp32 errors.
+
+    ``rule``: a `GatedRule`.
+    """
+    (m, width), size = x.shape, rule.group_size
+    weight = torch.ones(width) if weight is None else weight
+    x, gate, dy = (exact(t.reshape(-1, size)) for t in (x, gate, dy))
+    w = exact(weight.reshape(-1, size).repeat(m, 1))
+    sigmoid = gate.sigmoid()
+    value, slope = sigmoid, sigmoid * (-gate).sigmoid()
+    if rule.activation == "silu":
+        value, slope = gate * sigmoid, sigmoid + gate * slope
+
+    def mean(t: Near) -> Near:
+        return t.sum(1, chain=(size - 1).bit_length()).reshape(-1, 1) / float(size)
+
+    first = rule.norm_before_gate
+    normed = x if first else x * value
+    rstd = exact(1.0, x) / (mean(normed * normed) + rule.eps).sqrt()
+    hat = normed * rstd
+    g = dy * w * value if first else dy * w
+    of_normed = (g - hat * mean(g * hat)) * rstd
+    of_weight = (dy * hat * value if first else dy * hat).reshape(m, width)
+    rows = config.group_part_rows(size)
+    out = {
+        "y": hat * w * value if first else hat * w,
+        "dx": of_normed if first else of_normed * value,
+        "dgate": (dy * w * hat if first else of_normed * x) * slope,
+    }
+    out = {name: t.reshape(m, width) for name, t in out.items()}
+    return out | {"dweight": of_weight.sum(0, chain=rows + -(-m // rows))}

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.triton_elementary import activation_slope, activation_value
+from ...runtime.triton_sums import halves
 
 
 @triton.jit
@@ -232,18 +233,47 @@ def store_sums(
     tl.store(sums_ptr + offset, total, mask=mask)
 
 
+@triton.jit
+def _slots_added(
+    total, source, stride, COUNT, mask, AHEAD: tl.constexpr, FOLD: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """total + the next AHEAD groups of FOLD slots, of COUNT slots, ascending."""
+    fold = tl.arange(0, FOLD)[:, None]
+    ahead = ()
+    for i in tl.static_range(AHEAD):
+        # The last slot again behind it: with a mask each, few loads would be in flight.
+        slot = tl.minimum(i * FOLD + fold, COUNT - 1)
+        ahead = ahead + (tl.load(source + slot * stride, mask=mask, other=0.0),)
+    for i in tl.static_range(AHEAD):
+        slots = ahead[i]
+        if FOLD > 1:
+            slots = tl.where(i * FOLD + fold < COUNT, slots, 0.0)
+        added = total + halves(slots, 1, FOLD, CHANNELS)
+        total = tl.where(i * FOLD < COUNT, added, total)
+    return total
+
+
 @triton.jit(do_not_specialize=["SLOTS", "D", "channel_stride"])
 def add_sums_kernel(
     sums_ptr, into_ptr, SLOTS, D, channel_stride, ROW: tl.constexpr, EACH: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    CHANNELS: tl.constexpr, AHEAD: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """into[d, tap] += sums[slot, tap, d], slots ascending; one tap a program."""
+    """into[d, tap] += sums[slot, tap, d], slots ascending; one tap a program.
+
+    FOLD slots are added half onto half before; AHEAD of these sums are loaded together.
+    """
     tap = tl.program_id(1).to(tl.int64)
-    channel = tl.program_id(0).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = (tl.program_id(0).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     mask = channel < D
     target = into_ptr + channel * channel_stride + tap
     total = tl.load(target, mask=mask, other=0.0)
     source = sums_ptr + (ROW + tap) * D + channel
-    for slot in range(SLOTS):
-        total = total + tl.load(source + tl.cast(slot, tl.int64) * EACH * D, mask=mask, other=0.0)
+    stride = tl.cast(D, tl.int64) * EACH
+    for _ in range(0, SLOTS // (AHEAD * FOLD)):
+        total = _slots_added(total, source, stride, AHEAD * FOLD, mask, AHEAD, FOLD, CHANNELS)
+        source += stride * (AHEAD * FOLD)
+    for first in range(SLOTS // (AHEAD * FOLD) * (AHEAD * FOLD), SLOTS, 4 * FOLD):
+        total = _slots_added(total, source, stride, SLOTS - first, mask, 4, FOLD, CHANNELS)
+        source += stride * (4 * FOLD)
     tl.store(target, total, mask=mask)

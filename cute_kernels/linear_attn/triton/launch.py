@@ -71,21 +71,22 @@ def _add_sums(tensors, sizes, options, slots: int, gradients: ConvGradients) -> 
 
 
 def add_sums(
-    kernels: ModuleType, parts: torch.Tensor, into: torch.Tensor | None, first: int
+    kernels: ModuleType, parts: torch.Tensor, into: torch.Tensor | None, first: int, fold: int = 1
 ) -> None:
     """into [D] or [D, taps] += parts [slots, rows, D] of rows ``first`` and on, slots ascending.
 
     kernels: The module of the caller's kernels, which has `add_sums_kernel` too.
+    fold: Slots that are added half onto half before.
     """
     if into is None:
         return
     slots, each, channels = parts.shape
     dense, taps = into.contiguous(), into[0].numel()
-    blocks = cdiv(channels, TRITON.sum_channels)
-    kernels.add_sums_kernel[(blocks, taps)](
+    block = TRITON.add_lanes // fold
+    kernels.add_sums_kernel[(cdiv(channels, block), taps)](
         parts, dense, slots, channels, taps,
-        ROW=first, EACH=each, CHANNELS=TRITON.sum_channels,
-        num_warps=TRITON.num_warps, enable_fp_fusion=TRITON.fp_fusion,
+        ROW=first, EACH=each, CHANNELS=block, AHEAD=TRITON.add_ahead, FOLD=fold,
+        num_warps=1, enable_fp_fusion=TRITON.fp_fusion,
     )  # fmt: skip
     if dense is not into:
         into.copy_(dense)

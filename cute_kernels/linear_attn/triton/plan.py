@@ -1,4 +1,4 @@
-"""Every constant of the Triton kernels of linear attention.  No measurement has tuned them."""
+"""Every constant of the Triton kernels of linear attention."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Sizes of programs, which decide no bit, and what does.
+    """Sizes of programs, which decide no bit and that no measurement has tuned, and what does.
 
     conv_rows, conv_channels: Tile of the convolution's forward and of its gradient of x.
     sum_channels: Channels of a program that sums over the rows of a chunk.
+    add_lanes, add_ahead: Channels, times slots that are folded, of a program that adds sums of
+        chunks; groups of slots that it loads together.
     norm_rows: Rows of a program of l2norm.
     gate_elements: Elements of a program of the decay.
     log_terms: Terms of the series of ln(1 + u); the next is below 2^-29 of it.
@@ -20,6 +22,8 @@ class TritonPlan:
     conv_rows: int = 16
     conv_channels: int = 64
     sum_channels: int = 64
+    add_lanes: int = 32
+    add_ahead: int = 32
     norm_rows: int = 16
     gate_elements: int = 512
     log_terms: int = 8
@@ -28,3 +32,37 @@ class TritonPlan:
 
 
 TRITON = TritonPlan()
+
+
+@dataclass(frozen=True)
+class GatedNormPlan:
+    """Sizes of programs of gated_rms_norm, tuned on an H200; ``rows`` and ``fold`` decide bits.
+
+    forward_tile: Elements of a program, if one group has not more.
+    forward_elements: Of a tile, that one thread of warps of 32 has.
+    backward_elements: Likewise, of padded groups up to these sizes.
+    """
+
+    forward_tile: int = 1024
+    forward_elements: int = 16
+    backward_elements: tuple[tuple[int, int], ...] = (
+        (128, 8), (256, 4), (512, 8), (1024, 16), (4096, 8), (8192, 16),
+    )  # fmt: skip
+
+    def rows(self, room: int) -> int:
+        """Rows of a step of the backward, of groups padded to ``room``: the lanes of its sums.
+
+        With other numbers of narrow groups Triton 3.6 moves each tile through shared memory.
+        """
+        return 16 if room <= 128 else 1
+
+    def fold(self, room: int) -> int:
+        """Pieces of a part, which programs of their own add up."""
+        return 4 if room <= 256 else 1
+
+    def elements(self, room: int) -> int:
+        """Elements of a thread of the backward."""
+        return next(elements for size, elements in self.backward_elements if room <= size)
+
+
+GATED_NORM = GatedNormPlan()

@@ -1,0 +1,90 @@
+"""Launch the Triton kernels of gated_rms_norm.  Functions are those of cpu_gated_norm.py."""
+
+from __future__ import annotations
+
+import torch
+
+from ...log import contiguous
+from ...runtime.triton_products import cdiv
+from ..config import group_part_rows, group_room
+from ..tensors import Gated, GatedGradients, GatedRule
+from . import kernel_gated_norm as kernels
+from .launch import add_sums
+from .plan import GATED_NORM, TRITON
+
+_ROWS = "a last stride of 1"
+
+
+def gated_norm(operands: Gated, rule: GatedRule, y: torch.Tensor, rstd: torch.Tensor) -> None:
+    """Triton implementation of `cpu_gated_norm.gated_norm`."""
+    operands = _operands(operands)
+    x, gate = operands.x, operands.gate
+    block = group_room(rule.group_size)
+    rows = max(1, GATED_NORM.forward_tile // block)
+    programs = cdiv(x.shape[0], rows) * (x.shape[1] // rule.group_size)
+    with torch.cuda.device(x.device):
+        kernels.gated_norm_kernel[(programs,)](
+            *operands, y, rstd,
+            x.shape[0], x.stride(0), gate.stride(0), 1.0 / rule.group_size, rule.eps,
+            **_constants(rule, x, gate),
+            ROWS=rows, BLOCK=block, **_options(rows * block, GATED_NORM.forward_elements),
+        )  # fmt: skip
+
+
+def gated_norm_backward(
+    dy: torch.Tensor,
+    operands: Gated,
+    rstd: torch.Tensor,
+    rule: GatedRule,
+    gradients: GatedGradients,
+) -> None:
+    """Triton implementation of `cpu_gated_norm.gated_norm_backward`."""
+    operands = _operands(operands)
+    x, gate = operands.x, operands.gate
+    dy = _rows("dy", dy)
+    (m, width), room = x.shape, group_room(rule.group_size)
+    rows, fold = GATED_NORM.rows(room), GATED_NORM.fold(room)
+    piece = group_part_rows(rule.group_size) // fold
+    dx, into, d_gate = gradients
+    count = cdiv(m, piece)
+    pieces = None if into is None else x.new_empty(count, width, dtype=torch.float32)
+    with torch.cuda.device(x.device):
+        kernels.gated_norm_gradient_kernel[(count * (width // rule.group_size),)](
+            dy, *operands, rstd, dx, d_gate, pieces,
+            m, dy.stride(0), x.stride(0), gate.stride(0), 1.0 / rule.group_size,
+            **_constants(rule, dy, x, gate),
+            PIECE=piece, ROWS=rows, BLOCK=room,
+            **_options(rows * room, GATED_NORM.elements(room)),
+        )  # fmt: skip
+        if into is not None:
+            add_sums(kernels, pieces[:, None], into, 0, fold)
+
+
+def _operands(operands: Gated) -> Gated:
+    x, weight, gate = operands
+    if weight is not None:
+        weight = contiguous("gated_norm", "weight", weight, "a stride of 1")
+    return Gated(_rows("x", x), weight, _rows("gate", gate))
+
+
+def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
+    """[M, D] whose neighbours in a row lie side by side."""
+    return t if t.stride(1) == 1 else contiguous("gated_norm", name, t, _ROWS)
+
+
+def _constants(rule: GatedRule, *rows: torch.Tensor) -> dict[str, object]:
+    # A known factor of D and of strides between rows; it widens loads only.
+    sizes = rule.group_size, *(t.stride(0) for t in rows)
+    return {
+        "KIND": rule.activation,
+        "NORM_FIRST": rule.norm_before_gate,
+        "D": rows[0].shape[1],
+        "GROUP": rule.group_size,
+        "ALIGN": 8 if all(size % 8 == 0 for size in sizes) else 1,
+    }
+
+
+def _options(tile: int, elements: int) -> dict[str, int | bool]:
+    """Compiler options; ``elements`` of the tile are a thread's."""
+    warps = max(1, tile // (32 * elements))
+    return {"num_warps": warps, "enable_fp_fusion": TRITON.fp_fusion}
