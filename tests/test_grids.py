@@ -104,9 +104,19 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
-    from cute_kernels.linear_attn.config import MAX_CHANNELS
-    from cute_kernels.linear_attn.tensors import Conv, ConvGradients, Gate, GateGradients, Sequences
-    from cute_kernels.linear_attn.triton import gate
+    from cute_kernels.linear_attn import op_delta
+    from cute_kernels.linear_attn.config import MAX_CHANNELS, MAX_HEADS
+    from cute_kernels.linear_attn.tensors import (
+        Conv,
+        ConvGradients,
+        DeltaGradients,
+        DeltaRule,
+        DeltaSaved,
+        Gate,
+        GateGradients,
+        Sequences,
+    )
+    from cute_kernels.linear_attn.triton import delta, delta_backward, gate
     from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
@@ -116,7 +126,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        for module in (gate, linear_attn, routing, rowwise):
+        for module in (delta, delta_backward, gate, linear_attn, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
         routing.gather(y, offsets, positions[0], positions)
@@ -132,6 +142,11 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         heads = sums[:, 0]
         gradients = GateGradients(None, heads, None)
         gate.decay_gate_backward(pack, Gate(pack, heads, None), operands[1], gradients)
+        v, decay = _meta(1, wide, MAX_HEADS, 128), _meta(wide, MAX_HEADS, dtype=torch.float32)
+        saved = DeltaSaved(*op_delta._saved(v, v, None, on_cpu=False))
+        rule = DeltaRule(v[0], v[0], v[0], decay, decay, None), Sequences(wide, 1, None), 1.0
+        delta.delta_rule(*rule, v[0], None, saved)
+        delta_backward.delta_rule_backward(v[0], None, *rule, saved, DeltaGradients(*[None] * 6))
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

@@ -217,7 +217,7 @@ def chunk_gated_delta_rule(
     if use_gate_in_kernel:
         g = op_gate.decay_gate(g, A_log, dt_bias, cu_seqlens, *mains.values())
     out, final, *_ = op_delta.gated_delta_rule(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state, -1
     )
     return out, final if output_final_state else None
 

@@ -12,11 +12,13 @@ from ..runtime import main_grad as destination
 from .config import (
     CONV_WIDTHS,
     DELTA_CHUNK,
+    DELTA_GPU_SIZES,
     DELTA_SIZES,
     GATED_ACTIVATIONS,
     L2NORM_WIDTHS,
     MAX_CHANNELS,
     MAX_GROUP,
+    MAX_HEADS,
     SSD_CHUNK,
 )
 from .tensors import DeltaRule, StateSpace, StepOptions
@@ -90,8 +92,13 @@ def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: floa
     if v.shape[:2] != q.shape[:2]:
         want = f"shape [{q.shape[0]}, {q.shape[1]}, HV, V], B and T of q"
         raise ShapeError(expected("v", want, list(v.shape)))
-    _multiple("v", "HV, heads,", v.shape[2], q.shape[2])
+    _multiple("v", "HV, heads,", v.shape[2], q.shape[2], MAX_HEADS)
     _multiple("v", "V", v.shape[3], *DELTA_SIZES)
+    if q.device.type == "cuda":
+        for name, letter, size in (("q", "K", q.shape[3]), ("v", "V", v.shape[3])):
+            if size not in DELTA_GPU_SIZES:
+                sizes = ", ".join(map(str, DELTA_GPU_SIZES))
+                raise ShapeError(expected(name, f"{letter} one of {sizes} on a GPU", size))
     checking.same_device("v", v, "q", q)
     for name, t, dtypes in (("g", g, ()), ("beta", beta, (q.dtype,))):
         checking.operand(name, t, "[B, T, HV]", (*dtypes, torch.float32))

@@ -32,6 +32,10 @@ DELTA_BLOCK = 16
 DELTA_SIZES = 8, 256
 #: Rows of a chunk of a state space scan, whose P and N are as K and V of the delta rule.
 SSD_CHUNK = 128
+#: v heads, at most: they lie along a dimension of a grid.
+MAX_HEADS = 65_535
+#: K and V that Triton's kernels take.
+DELTA_GPU_SIZES = 16, 32, 64, 128
 #: Widths of rows that `op_gate.l2norm` takes are multiples of the first, up to the second.
 L2NORM_WIDTHS = 8, 256
 #: eps of the norms of q and k before a delta rule.

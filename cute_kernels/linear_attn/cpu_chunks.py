@@ -35,6 +35,10 @@ class Group:
         for start in range(0, self.length, self.size):
             yield Chunk(self, start, min(start + self.size, self.length))
 
+    def whole(self, lag: int) -> int:
+        """Rows of the chunks that are whole without the last ``lag`` rows."""
+        return max(self.length - lag, 0) // self.size * self.size
+
     def of_sequences(self, states: torch.Tensor) -> torch.Tensor:
         """States of these sequences among those of all [S, H, ...]."""
         return states[self.sequence : self.sequence + self.count]

@@ -18,7 +18,7 @@ from ..cpu import elementary
 from ..cpu.ieee import halves, ieee
 from .config import DELTA_CHUNK
 from .cpu_chunks import Chunk, groups, lanes_at_once, to_lanes
-from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
+from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
 
 
 def delta_rule(
@@ -26,15 +26,18 @@ def delta_rule(
     sequences: Sequences,
     scale: float,
     out: torch.Tensor,
-    final: torch.Tensor | None,
+    last: Last | None,
     saved: DeltaSaved,
 ) -> None:
-    """Write o to out [N, HV, V], 0 for rows of no sequence, and the last states to ``final``."""
+    """Write o to out [N, HV, V], 0 for rows of no sequence, and the last states."""
     out.zero_()
     saved.states.zero_()
     with ieee():
         for group in groups(sequences, DELTA_CHUNK):
             state = group.states(operands.initial, _sizes(operands))
+            behind = group.length if last is None or last.lag < 0 else group.whole(last.lag)
+            if last is not None and not behind:
+                group.of_sequences(last.states)[:] = group.by_sequence(state)
             for chunk in group.chunks():
                 chunk.states_of(saved.states)[:] = group.by_sequence(state)
                 rows = _rows(operands, chunk)
@@ -45,8 +48,8 @@ def delta_rule(
                     results[:, lanes] = halves(states[1:] * some.q[..., None], 2) * scale
                     state[lanes] = states[-1]
                 chunk.write(out, results)
-            if final is not None:
-                group.of_sequences(final)[:] = group.by_sequence(state)
+                if last is not None and chunk.end == behind:
+                    group.of_sequences(last.states)[:] = group.by_sequence(state)
 
 
 def delta_rule_backward(

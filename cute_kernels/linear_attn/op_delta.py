@@ -3,7 +3,8 @@
     gated_delta_rule           (out [B, T, HV, V], final [S, HV, K, V], and what is saved)
     gated_delta_rule_backward  gradients of q, k, v, g, beta, initial
 
-What nobody asks for is empty: final, a gradient, what a backend does not save.
+What nobody asks for is empty: final, a gradient, what a backend does not save.  ``lag``, of -1 or
+more, says where final is taken: `tensors.Last`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import torch
 
 from .. import contracts
-from ..arch import CPU
+from ..arch import CPU, TRITON
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
-from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
+from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
 
 _ENTRY = "gated_delta_rule"
 
@@ -26,9 +27,12 @@ for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")
     dispatch.register(
         f"{_ENTRY}{_end}",
         {
+            TRITON: Implementation(
+                f"{__package__}.triton.delta{_end}:{_function}", frozenset({torch.bfloat16})
+            ),
             CPU: Implementation(
                 f"{__package__}.cpu_delta:{_function}", frozenset(config.DTYPE_NAMES)
-            )
+            ),
         },
         contract="chunk_gated_delta_rule",
     )
@@ -89,28 +93,28 @@ def _results(k, v, offsets, with_final: bool, on_cpu: bool) -> tuple[torch.Tenso
     return v.new_empty(v.shape), final, *_saved(k, v, offsets, on_cpu)
 
 
-def _fake(q, k, v, g, beta, initial, offsets, scale, with_final):
+def _fake(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
     return _results(k, v, offsets, with_final, v.device.type == "cpu")
 
 
-def _plan(q, k, v, g, beta, initial, offsets, scale, with_final):
+def _plan(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
     if not v.numel():
         return Plan(_run_nothing, cacheable=False)
     launch = dispatch.launcher(_ENTRY, v.device, v.dtype)
     on_cpu = _backend(v.device, v.dtype) == CPU
 
-    def run(q, k, v, g, beta, initial, offsets, scale, with_final):
+    def run(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
         out, final, *saved = _results(k, v, offsets, with_final, on_cpu)
         operands, sequences = _operands(q, k, v, g, beta, initial), _sequences(v, offsets)
-        last = final if with_final else None
+        last = Last(final, lag) if with_final else None
         launch(operands, sequences, _scale(q, scale), out.flatten(0, 1), last, DeltaSaved(*saved))
         return out, final, *saved
 
     return Plan(run)
 
 
-def _run_nothing(q, k, v, g, beta, initial, offsets, scale, with_final):
-    out, final, *saved = _fake(q, k, v, g, beta, initial, offsets, scale, with_final)
+def _run_nothing(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
+    out, final, *saved = _fake(q, k, v, g, beta, initial, offsets, scale, with_final, lag)
     if with_final:
         final.zero_() if initial is None else final.copy_(initial)
     return out, final, *saved
@@ -156,10 +160,10 @@ def _run_backward_of_nothing(d_out, d_final, *args):
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.scale, with_final = inputs
+    *tensors, ctx.scale, with_final, lag = inputs
     _, final, *saved = output
     ctx.save_for_backward(*tensors, *saved)
-    ctx.mark_non_differentiable(*saved, *(() if with_final else (final,)))
+    ctx.mark_non_differentiable(*saved, *(() if with_final and lag < 0 else (final,)))
     ctx.set_materialize_grads(False)
 
 
@@ -174,7 +178,7 @@ def _backward(ctx, d_out, d_final, *_):
     needs = list(ctx.needs_input_grad[:6])
     results = gated_delta_rule_backward(d_out, d_final, *tensors, ctx.scale, needs)
     gradients = (t if need else None for t, need in zip(results, needs, strict=True))
-    return *gradients, None, None, None
+    return *gradients, None, None, None, None
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, Tensor? offsets"
@@ -182,7 +186,8 @@ _vmap = refuse_vmap(
     "chunk_gated_delta_rule", "is not supported; the batch dimension of q does the same"
 )
 gated_delta_rule = define_op(
-    f"gated_delta_rule({_OPERANDS}, float? scale, bool with_final) "
+    f"gated_delta_rule({_OPERANDS}, float? scale, bool with_final, "
+    "int lag) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     plan=_plan,

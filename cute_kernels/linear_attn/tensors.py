@@ -53,6 +53,17 @@ class DeltaRule(NamedTuple):
     initial: torch.Tensor | None
 
 
+class Last(NamedTuple):
+    """Where the last states of sequences go, and behind which rows they are taken.
+
+    states: [S, HV, K, V], fp32.  lag: -1: behind the last row; else behind the last whole chunk of
+    all rows but the last ``lag``, which may yet be dropped; the initial state if there is none.
+    """
+
+    states: torch.Tensor
+    lag: int = -1
+
+
 class DeltaSaved(NamedTuple):
     """What the forward of a gated delta rule leaves to its backward.
 

@@ -36,4 +36,24 @@ GATED_NORM = Runner(
     },
     files=("kernel", "kernel_gated_norm", "launch", "gated_norm"),
 )
-RUNNERS = (RUNNER, GATE, GATED_NORM)
+DELTA = Runner(
+    package,
+    {
+        "inner_kernel": ("decay_ptr", "inner_ptr"),
+        "chain_kernel": ("u_ptr", "states_ptr", "final_ptr"),
+        "output_kernel": ("out_ptr",),
+    },
+    files=("kernel", "kernel_delta", "delta"),
+)
+DELTA_BACKWARD = Runner(
+    package,
+    {
+        "local_gradient_kernel": ("du_ptr",),
+        "chain_gradient_kernel": ("dr_ptr", "d_states_ptr", "d_initial_ptr"),
+        "scores_gradient_kernel": ("d1_ptr", "d2_ptr", "dv_ptr", "d_decay_ptr", "of_beta_ptr"),
+        "queries_gradient_kernel": ("dq_ptr", "d_decay_ptr"),
+        "keys_gradient_kernel": ("dk_ptr", "dg_ptr", "d_beta_ptr"),
+    },
+    files=("kernel", "kernel_delta", "kernel_delta_backward", "delta", "delta_backward"),
+)
+RUNNERS = (RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD)

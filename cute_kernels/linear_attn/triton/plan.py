@@ -15,6 +15,8 @@ class TritonPlan:
         chunks; groups of slots that it loads together.
     norm_rows: Rows of a program of l2norm.
     gate_elements: Elements of a program of the decay.
+    chain_columns, output_columns: Columns of V of a program of the delta rule, at most.
+    delta_warps, gradient_warps: Warps of its programs; those of the last kernel of its backward.
     log_terms: Terms of the series of ln(1 + u); the next is below 2^-29 of it.
     fp_fusion: Whether the compiler may fuse; a multiply-add is written as one.
     """
@@ -26,6 +28,10 @@ class TritonPlan:
     add_ahead: int = 32
     norm_rows: int = 16
     gate_elements: int = 512
+    chain_columns: int = 32
+    output_columns: int = 64
+    delta_warps: int = 4
+    gradient_warps: int = 8
     log_terms: int = 8
     num_warps: int = 4
     fp_fusion: bool = False

@@ -1,0 +1,70 @@
+"""Launch the Triton kernels of the gated delta rule's backward; see delta.py."""
+
+from __future__ import annotations
+
+import torch
+
+from ...log import contiguous
+from ..config import DELTA_BLOCK, DELTA_CHUNK
+from ..tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
+from . import kernel_delta_backward as kernels
+from .delta import NAME, loadable
+from .plan import TRITON
+
+
+def delta_rule_backward(
+    d_out: torch.Tensor,
+    d_final: torch.Tensor | None,
+    operands: DeltaRule,
+    sequences: Sequences,
+    scale: float,
+    saved: DeltaSaved,
+    gradients: DeltaGradients,
+    *,
+    interpret: bool = False,
+) -> None:
+    """Triton implementation of `cpu_delta.delta_rule_backward`."""
+    q, k, v, _, beta, _ = loadable(operands)
+    heads, values = v.shape[1:]
+    d_out = d_out if d_out.stride(2) == 1 else contiguous(NAME, "d_out", d_out, "no gaps")
+    d_final = None if d_final is None else contiguous(NAME, "d_final", d_final, "no gaps")
+    group = heads // k.shape[1]
+    common = {"HV": heads, "GROUP": group, "K": k.shape[2], "V": values, "UPCAST": interpret}
+    fusion = {"enable_fp_fusion": TRITON.fp_fusion}
+    sizes = sequences.rows, sequences.length, sequences.count
+    strides = [s for t in (q, k, d_out) for s in t.stride()[:2]]
+    columns = min(values, TRITON.chain_columns)
+    slots, offsets = sequences.slots(DELTA_CHUNK), sequences.offsets
+    du, dr = torch.empty_like(saved.u), torch.empty_like(saved.u)
+    d_states = torch.empty_like(saved.states)
+    # What nobody needs has a place all the same: the kernels make all of it.
+    dq, dk, dv, dg, d_beta = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if into is None else into
+        for t, into in zip(operands[:5], gradients[:5], strict=True)
+    )
+    d1, d2 = torch.empty_like(saved.inner), torch.empty_like(saved.inner)
+    d_decay, of_beta = torch.empty_like(saved.decay), torch.empty_like(saved.decay)
+    with torch.cuda.device(q.device):
+        kernels.local_gradient_kernel[(slots, heads)](
+            d_out, q, k, saved.decay, offsets, du, *sizes, scale, *strides,
+            **common, **fusion, num_warps=TRITON.delta_warps,
+        )  # fmt: skip
+        kernels.chain_gradient_kernel[(sequences.count, heads, values // columns)](
+            d_out, q, k, beta, saved.decay, saved.inner, du, d_final, offsets,
+            dr, d_states, gradients.initial, sequences.length, scale, *strides,
+            COLUMNS=columns, **common, **fusion, num_warps=TRITON.delta_warps,
+        )  # fmt: skip
+        kernels.scores_gradient_kernel[(slots, heads)](
+            d_out, q, k, v, beta, saved.decay, saved.u, dr, offsets, d1, d2, dv, d_decay, of_beta,
+            *sizes, scale, *strides[:4], *v.stride()[:2], *strides[4:],
+            **common, **fusion, num_warps=TRITON.gradient_warps,
+        )  # fmt: skip
+        kernels.queries_gradient_kernel[(slots, heads // group)](
+            d_out, q, k, saved.decay, saved.states, d1, offsets, dq, d_decay, *sizes, scale,
+            *strides, **common, **fusion, num_warps=TRITON.gradient_warps,
+        )  # fmt: skip
+        kernels.keys_gradient_kernel[(slots, heads // group)](
+            q, k, beta, saved.decay, saved.u, dr, saved.states, d_states, d1, d2, d_decay, of_beta,
+            offsets, dk, dg, d_beta, *sizes, *strides[:4], COLUMNS=DELTA_BLOCK,
+            **common, **fusion, num_warps=TRITON.gradient_warps,
+        )  # fmt: skip

@@ -1,0 +1,336 @@
+"""The gated delta rule in Triton, forward: three kernels, which share the products of a chunk.
+
+    u_i = β_i (v_i - 2^g_i S_{i-1}ᵀ k_i)    S_i = 2^g_i S_{i-1} + k_i u_iᵀ    o_i = scale S_iᵀ q_i
+
+    inner_kernel   G and, of each chunk, T_b = (I + L_bb)⁻¹ of its blocks b and -L below them:
+                   L_ij = β_i (k_i·k_j) 2^(G_i - G_j), j < i
+    chain_kernel   chunk after chunk: r_i = β_i (v_i - 2^G_i S^ᵀ k_i);  h_b = r_b - Σ_{s<b} L_bs u_s
+                   u_b = T_b h_b;  S' = 2^G_C S + Σ_j 2^(G_C - G_j) k_j u_jᵀ
+    output_kernel  o_i = scale 2^G_i S^ᵀ q_i + Σ_{j≤i} P_ij u_j
+                   P_ij = (q_i·k_j) 2^(G_i - G_j) scale
+
+Layouts.  Rows [N, H, K] or [N, H, V], neighbours of a head side by side; gates [N, HV]; inner
+[N, HV, 64], a row of T and of -L; states [slots, HV, K, V], the state before a chunk at its slot of
+`Sequences.slots(64)`; S^ is S rounded to bf16, ties away from zero.  k head h serves the HV / H v
+heads from h HV / H on.
+
+Order of sums.  A sequence's chunks of 64 rows begin at its first row; blocks are 16 rows.  g is in
+log2 units, and G a chain of its rows from 0.  Products have bf16 operands and ascending k16 steps
+into fp32.  Row i of T is e_i - Σ_m L_im T_m, m ascending, one fma each.  h starts from r, and takes
+the blocks ascending; the update of S starts from zero, takes the blocks ascending, and is added by
+one fma; o starts from its first term.  Rounded to bf16: S^, T, L, h, u, P, 2^(G_C - G_j) k_j, o.
+
+No row meets a later one: those of a block that come later enter as zeros by selection.  Nothing is
+fused but `tl.fma`; nothing is atomic or autotuned; offsets are 64 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...cpu import elementary
+from .kernel import sequence_rows
+
+CHUNK = tl.constexpr(64)
+BLOCK = tl.constexpr(16)
+_BLOCKS = tl.constexpr(4)
+_LOG2E = tl.constexpr(elementary.LOG2E_FP32[0])
+#: A NaN whose rounding is one.
+_NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def product(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a b of bf16 operands.
+
+    UPCAST multiplies in fp32: Triton's interpreter multiplies the bit patterns of bf16.
+    """
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def upper_plane(s):
+    """fp32 rounded to bf16, ties away from zero: with the lower 16 bits it gives s back."""
+    bits = tl.where(s != s, _NAN, s.to(tl.int32, bitcast=True))
+    return ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def rows_at(ptr, row, head, size, row_stride, head_stride, inside):
+    """Rows of a head, [rows, size]; 0 outside, of ``size`` columns from a first one."""
+    offset = row[:, None] * row_stride + head * head_stride + size[None, :]
+    return tl.load(ptr + offset, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def gates_at(ptr, row, head, HV, inside):
+    """A gate of rows of a head, fp32; 0 outside."""
+    return tl.load(ptr + (row * HV + head), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def decays(g_ptr, row, start, stop, head, HV):
+    """G of rows from ``start`` on: one after another from 0, in log2 units."""
+    total = tl.zeros_like(row).to(tl.float32)
+    for i in range(0, stop - start):
+        g = tl.load(g_ptr + ((start + i) * HV + head)).to(tl.float32) * _LOG2E
+        total = tl.where(row >= start + i, total + g, total)
+    return total
+
+
+@triton.jit
+def diagonal_blocks(square):
+    """[64, 64] -> [4, 16, 16]: its blocks on the diagonal."""
+    blocks = tl.reshape(square, [_BLOCKS, BLOCK, _BLOCKS, BLOCK])
+    b = tl.arange(0, _BLOCKS)
+    own = b[:, None, None, None] == b[None, None, :, None]
+    return tl.sum(tl.where(own, blocks, 0.0), axis=2)  # of one block and zeros
+
+
+@triton.jit
+def inverses(lower, BATCH: tl.constexpr):
+    """(I + L)⁻¹ of strictly lower L [BATCH, 16, 16]: T_i = e_i - Σ_m L_im T_m, ascending m."""
+    i = tl.arange(0, BLOCK)[None, :, None]
+    j = tl.arange(0, BLOCK)[None, None, :]
+    t = tl.where(i == j, 1.0, tl.zeros([BATCH, BLOCK, BLOCK], tl.float32))
+    for m in range(BLOCK - 1):
+        column = tl.sum(tl.where(j == m, lower, 0.0), axis=2)[:, :, None]  # of one and zeros
+        row = tl.sum(tl.where(i == m, t, 0.0), axis=1)[:, None, :]
+        less = tl.fma(tl.broadcast_to(-column, t.shape), tl.broadcast_to(row, t.shape), t)
+        t = tl.where(i > m, less, t)
+    return t
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def inner_kernel(
+    k_ptr, g_ptr, beta_ptr, offsets_ptr, decay_ptr, inner_ptr,
+    N, LENGTH, SEQUENCES, k_row, k_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """G, T and -L of a chunk of a v head."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    if sequence == SEQUENCES or start >= end:
+        return
+    head = tl.program_id(1)
+    i = tl.arange(0, CHUNK)
+    row = start + i
+    inside = row < end
+    stop = tl.minimum(start + CHUNK, end)
+    decay = decays(g_ptr, row, start, stop, head, HV)
+    beta = gates_at(beta_ptr, row, head, HV, inside)
+    k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
+    kk = product(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
+    lower = (beta[:, None] * kk) * tl.exp2(decay[:, None] - decay[None, :])
+    lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+    t = inverses(diagonal_blocks(lower), _BLOCKS)
+    b = tl.arange(0, _BLOCKS)
+    own = b[:, None, None, None] == b[None, None, :, None]
+    below = tl.reshape(-lower, [_BLOCKS, BLOCK, _BLOCKS, BLOCK])
+    inner = tl.reshape(tl.where(own, t[:, :, None, :], below), [CHUNK, CHUNK])
+    inner = tl.where(i[:, None] >= i[None, :], inner, 0.0)
+    tl.store(decay_ptr + (row * HV + head), decay, mask=inside)
+    offset = (row[:, None] * HV + head) * CHUNK + i[None, :]
+    tl.store(inner_ptr + offset, inner.to(tl.bfloat16), mask=inside[:, None])
+
+
+@triton.jit
+def _rest(
+    s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, b, end, head, columns, k_row, k_head, v_row,
+    v_head, HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """r = β (v - 2^G S^ᵀ k) of the rows of block b; 0 of rows that are not there."""
+    row = start + b * BLOCK + tl.arange(0, BLOCK)
+    inside = row < end
+    k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
+    v = rows_at(v_ptr, row, head, columns, v_row, v_head, inside).to(tl.float32)
+    decay = gates_at(decay_ptr, row, head, HV, inside)
+    beta = gates_at(beta_ptr, row, head, HV, inside)
+    read = product(k, s_hat, tl.zeros(v.shape, tl.float32), UPCAST)
+    factor = tl.broadcast_to(-tl.exp2(decay)[:, None], v.shape)
+    r = beta[:, None] * tl.fma(factor, read, v)
+    return tl.where(inside[:, None], r, 0.0)
+
+
+@triton.jit
+def _updated(
+    update, u, k_ptr, decay_ptr, start, b, end, whole, head, k_row, k_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """update + Σ_j 2^(G_C - G_j) k_j u_jᵀ of block b.
+
+    k is loaded again: kept from `_rest` on, it would spill.
+    """
+    row = start + b * BLOCK + tl.arange(0, BLOCK)
+    inside = row < end
+    k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
+    to_end = tl.exp2(whole - gates_at(decay_ptr, row, head, HV, inside))
+    weighted = (k.to(tl.float32) * to_end[:, None]).to(tl.bfloat16)
+    return product(tl.trans(weighted), u, update, UPCAST)
+
+
+@triton.jit
+def inner_at(inner_ptr, start, b, s, end, head, HV: tl.constexpr):
+    """Block (b, s) of a chunk's T and -L, [16, 16]; 0 of rows that are not there."""
+    row = start + b * BLOCK + tl.arange(0, BLOCK)
+    offset = (row[:, None] * HV + head) * CHUNK + s * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(inner_ptr + offset, mask=(row < end)[:, None], other=0.0)
+
+
+@triton.jit
+def _closed(inner_ptr, h, start, b, end, head, HV: tl.constexpr, UPCAST: tl.constexpr):
+    """u of block b from the sum that its h is."""
+    h = (h + 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero
+    t = inner_at(inner_ptr, start, b, b, end, head, HV)
+    return (product(t, h, tl.zeros(h.shape, tl.float32), UPCAST) + 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _store_block(u_ptr, u, start, b, end, head, columns, HV: tl.constexpr, V: tl.constexpr):
+    row = start + b * BLOCK + tl.arange(0, BLOCK)
+    offset = (row[:, None] * HV + head) * V + columns[None, :]
+    tl.store(u_ptr + offset, u, mask=(row < end)[:, None])
+
+
+@triton.jit
+def state_at(sequence, head, columns, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Offsets [K, columns] of a state of [.., HV, K, V]."""
+    k = tl.arange(0, K)[:, None]
+    return ((sequence * HV + head) * K + k) * V + columns[None, :]
+
+
+@triton.jit
+def sequence_of(offsets_ptr, sequence, LENGTH):
+    """(first row, end, slot of the first chunk) of a sequence."""
+    if offsets_ptr is not None:
+        first = tl.load(offsets_ptr + sequence).to(tl.int64)
+        end = tl.load(offsets_ptr + sequence + 1).to(tl.int64)
+        return first, end, first // CHUNK + sequence
+    else:
+        return sequence * LENGTH, (sequence + 1) * LENGTH, sequence * tl.cdiv(LENGTH, CHUNK)
+
+
+@triton.jit(do_not_specialize=["LENGTH", "LAG"])
+def chain_kernel(
+    k_ptr, v_ptr, beta_ptr, decay_ptr, inner_ptr, initial_ptr, offsets_ptr, u_ptr, states_ptr,
+    final_ptr, LENGTH, LAG, k_row, k_head, v_row, v_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """u and the states of a sequence and v head, ``COLUMNS`` of V, chunk after chunk.
+
+    final: the state behind the last row, or, with a LAG >= 0, that of `tensors.Last`.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first, end, slot = sequence_of(offsets_ptr, sequence, LENGTH)
+    at = state_at(sequence, head, columns, HV, K, V)
+    s = tl.zeros([K, COLUMNS], tl.float32)
+    if initial_ptr is not None:
+        s = tl.load(initial_ptr + at)
+    behind = end
+    if LAG >= 0:
+        behind = first + tl.maximum(end - first - LAG, 0) // CHUNK * CHUNK
+    if final_ptr is not None:
+        if behind == first:
+            tl.store(final_ptr + at, s)
+    for start in range(first, end, CHUNK):
+        s_hat = upper_plane(s)
+        at_slot = state_at(slot, head, columns, HV, K, V)
+        tl.store(states_ptr + at_slot, s_hat)
+        h0 = _rest(
+            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 0, end, head, columns, k_row, k_head,
+            v_row, v_head, HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        h1 = _rest(
+            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 1, end, head, columns, k_row, k_head,
+            v_row, v_head, HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        h2 = _rest(
+            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 2, end, head, columns, k_row, k_head,
+            v_row, v_head, HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        h3 = _rest(
+            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 3, end, head, columns, k_row, k_head,
+            v_row, v_head, HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        u0 = _closed(inner_ptr, h0, start, 0, end, head, HV, UPCAST)
+        h1 = product(inner_at(inner_ptr, start, 1, 0, end, head, HV), u0, h1, UPCAST)
+        h2 = product(inner_at(inner_ptr, start, 2, 0, end, head, HV), u0, h2, UPCAST)
+        h3 = product(inner_at(inner_ptr, start, 3, 0, end, head, HV), u0, h3, UPCAST)
+        u1 = _closed(inner_ptr, h1, start, 1, end, head, HV, UPCAST)
+        h2 = product(inner_at(inner_ptr, start, 2, 1, end, head, HV), u1, h2, UPCAST)
+        h3 = product(inner_at(inner_ptr, start, 3, 1, end, head, HV), u1, h3, UPCAST)
+        u2 = _closed(inner_ptr, h2, start, 2, end, head, HV, UPCAST)
+        h3 = product(inner_at(inner_ptr, start, 3, 2, end, head, HV), u2, h3, UPCAST)
+        u3 = _closed(inner_ptr, h3, start, 3, end, head, HV, UPCAST)
+        last = tl.minimum(start + CHUNK, end) - 1
+        whole = tl.load(decay_ptr + (last * HV + head))  # G_C
+        update = tl.zeros([K, COLUMNS], tl.float32)
+        update = _updated(
+            update, u0, k_ptr, decay_ptr, start, 0, end, whole, head, k_row, k_head,
+            HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        update = _updated(
+            update, u1, k_ptr, decay_ptr, start, 1, end, whole, head, k_row, k_head,
+            HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        update = _updated(
+            update, u2, k_ptr, decay_ptr, start, 2, end, whole, head, k_row, k_head,
+            HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        update = _updated(
+            update, u3, k_ptr, decay_ptr, start, 3, end, whole, head, k_row, k_head,
+            HV, GROUP, K, UPCAST,
+        )  # fmt: skip
+        s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update + 0.0)
+        _store_block(u_ptr, u0, start, 0, end, head, columns, HV, V)
+        _store_block(u_ptr, u1, start, 1, end, head, columns, HV, V)
+        _store_block(u_ptr, u2, start, 2, end, head, columns, HV, V)
+        _store_block(u_ptr, u3, start, 3, end, head, columns, HV, V)
+        if final_ptr is not None:
+            if last + 1 == behind:
+                tl.store(final_ptr + at, s)
+        slot += 1
+
+
+@triton.jit
+def scores(qk, decay, scale):
+    """P = (q·k) 2^(G_i - G_j) scale of j <= i, fp32."""
+    i = tl.arange(0, CHUNK)
+    weight = tl.exp2(decay[:, None] - decay[None, :]) * scale
+    return tl.where(i[:, None] >= i[None, :], qk * weight, 0.0)
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def output_kernel(
+    q_ptr, k_ptr, u_ptr, decay_ptr, states_ptr, offsets_ptr, out_ptr,
+    N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """o of a chunk of a v head, ``COLUMNS`` of V; 0 of rows that belong to no sequence."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    head = tl.program_id(1)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    row = start + tl.arange(0, CHUNK)
+    inside = row < end
+    out = tl.zeros([CHUNK, COLUMNS], tl.float32)
+    if sequence < SEQUENCES:
+        d = tl.arange(0, K)
+        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
+        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+        u = rows_at(u_ptr, row, head, columns, HV * V, V, inside)
+        decay = gates_at(decay_ptr, row, head, HV, inside)
+        slot = tl.program_id(0).to(tl.int64)
+        s_hat = tl.load(states_ptr + state_at(slot, head, columns, HV, K, V), mask=start < end)
+        qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
+        p = scores(qk, decay, scale).to(tl.bfloat16)
+        out = product(q, s_hat, out, UPCAST) * (tl.exp2(decay) * scale)[:, None]
+        out = product(p, u, out, UPCAST) + 0.0
+    offset = (row[:, None] * HV + head) * V + columns[None, :]
+    tl.store(out_ptr + offset, out.to(tl.bfloat16), mask=inside[:, None])

@@ -1,0 +1,357 @@
+"""The gated delta rule in Triton, backward: five kernels, from what the forward left.
+
+With P, L, T, S^ and u of the forward, Z = β 2^G dR, and dS', the gradient of the state behind a
+chunk:
+
+    local_gradient_kernel      dU = Pᵀ dO
+    chain_gradient_kernel      the last chunk first: dU += 2^(G_C - G) k dS';  dR = (I + L)⁻ᵀ dU;
+                      dS = 2^G_C dS' + scale (2^G q)ᵀ dO - kᵀ Z
+    scores_gradient_kernel     D1 = scale 2^(G_i - G_j) dO uᵀ, j <= i;  dv = β dR
+                               D2 = -β_i 2^(G_i - G_j) dR uᵀ, j < i
+    queries_gradient_kernel    dq = scale 2^G dO S^ᵀ + D1 k
+    keys_gradient_kernel       dk = 2^(G_C - G) u dS'ᵀ - Z S^ᵀ + D1ᵀ q + (D2 + D2ᵀ) k
+                               dβ, and dg_j = Σ_{i>=j} dG_i of the decays
+
+Layouts are those of kernel_delta.py; gradients of states are [slots, HV, K, V] bf16, as states are.
+
+Order of sums.  Products as in the forward: bf16 operands, ascending k16 steps into fp32.  dR takes
+the blocks that come later, the last first, and its own T last; dS takes the q of all blocks from
+zero, then the k, ascending, and is added by one fma.  dq and dk of a k head add its v heads,
+ascending.  Sums along a row or a column add neighbours, then their sums; dG stays fp32.
+Rounded to bf16: dU before the chain, the sum that T takes to dR, dR, Z, D1, D2 + D2ᵀ, dS', results.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...runtime.triton_sums import pairs
+from .kernel import sequence_rows
+from .kernel_delta import (
+    BLOCK,
+    CHUNK,
+    gates_at,
+    inner_at,
+    product,
+    rows_at,
+    scores,
+    sequence_of,
+    state_at,
+)
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def local_gradient_kernel(
+    d_out_ptr, q_ptr, k_ptr, decay_ptr, offsets_ptr, du_ptr,
+    N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dU = Pᵀ dO of a chunk of a v head."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    if sequence == SEQUENCES or start >= end:
+        return
+    head = tl.program_id(1)
+    row = start + tl.arange(0, CHUNK)
+    inside = row < end
+    d, columns = tl.arange(0, K), tl.arange(0, V)
+    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
+    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+    d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, inside)
+    decay = gates_at(decay_ptr, row, head, HV, inside)
+    qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
+    p = tl.trans(scores(qk, decay, scale).to(tl.bfloat16))
+    du = product(p, d_out, tl.zeros([CHUNK, V], tl.float32), UPCAST) + 0.0
+    offset = (row[:, None] * HV + head) * V + columns[None, :]
+    tl.store(du_ptr + offset, du.to(tl.bfloat16), mask=inside[:, None])
+
+
+@triton.jit
+def _block(
+    ds, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, b, end, whole, head, columns,
+    scale, q_row, q_head, k_row, k_head, d_row, d_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(scale 2^G q, k, dO, β 2^G, dU) of the rows of block b."""
+    row = start + b * BLOCK + tl.arange(0, BLOCK)
+    inside = row < end
+    d = tl.arange(0, K)
+    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside).to(tl.float32)
+    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+    d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, inside)
+    du = rows_at(du_ptr, row, head, columns, HV * V, V, inside).to(tl.float32)
+    decay = gates_at(decay_ptr, row, head, HV, inside)
+    beta = gates_at(beta_ptr, row, head, HV, inside)
+    grown = tl.exp2(decay)
+    weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
+    du = product(weighted, ds, du, UPCAST)
+    q = (q * (grown * scale)[:, None]).to(tl.bfloat16)
+    return q, k, d_out, beta * grown, tl.where(inside[:, None], du, 0.0)
+
+
+@triton.jit
+def _opened(inner_ptr, x, start, b, end, head, HV: tl.constexpr, UPCAST: tl.constexpr):
+    """dR = Tᵀ x of block b."""
+    x = (x + 0.0).to(tl.bfloat16)
+    t = tl.trans(inner_at(inner_ptr, start, b, b, end, head, HV))
+    return (product(t, x, tl.zeros(x.shape, tl.float32), UPCAST) + 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _later(inner_ptr, dr, x, start, b, s, end, head, HV: tl.constexpr, UPCAST: tl.constexpr):
+    """x - L_sbᵀ dR_s: what block b owes to a later block s."""
+    return product(tl.trans(inner_at(inner_ptr, start, s, b, end, head, HV)), dr, x, UPCAST)
+
+
+@triton.jit
+def _of_rows(weight, dr):
+    """Z = β 2^G dR, negated and rounded."""
+    return (dr.to(tl.float32) * -weight[:, None]).to(tl.bfloat16)
+
+
+@triton.jit
+def _store_block(dr_ptr, dr, start, b, end, head, columns, HV: tl.constexpr, V: tl.constexpr):
+    row = start + b * BLOCK + tl.arange(0, BLOCK)
+    offset = (row[:, None] * HV + head) * V + columns[None, :]
+    tl.store(dr_ptr + offset, dr, mask=(row < end)[:, None])
+
+
+@triton.jit(do_not_specialize=["LENGTH"])
+def chain_gradient_kernel(
+    d_out_ptr, q_ptr, k_ptr, beta_ptr, decay_ptr, inner_ptr, du_ptr, d_final_ptr, offsets_ptr,
+    dr_ptr, d_states_ptr, d_initial_ptr,
+    LENGTH, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dR and the gradients of the states of a sequence and v head, the last chunk first."""
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    first, end, first_slot = sequence_of(offsets_ptr, sequence, LENGTH)
+    at = state_at(sequence, head, columns, HV, K, V)
+    ds = tl.zeros([K, COLUMNS], tl.float32)
+    if d_final_ptr is not None:
+        ds = tl.load(d_final_ptr + at)
+    chunks = tl.cdiv(end - first, CHUNK)
+    for i in range(0, chunks):
+        chunk = chunks - 1 - i
+        start = first + chunk * CHUNK
+        ds_hat = ds.to(tl.bfloat16)
+        tl.store(d_states_ptr + state_at(first_slot + chunk, head, columns, HV, K, V), ds_hat)
+        last = tl.minimum(start + CHUNK, end) - 1
+        whole = tl.load(decay_ptr + (last * HV + head))
+        q0, k0, o0, w0, x0 = _block(
+            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 0, end, whole,
+            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+            HV, GROUP, K, V, UPCAST,
+        )  # fmt: skip
+        q1, k1, o1, w1, x1 = _block(
+            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 1, end, whole,
+            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+            HV, GROUP, K, V, UPCAST,
+        )  # fmt: skip
+        q2, k2, o2, w2, x2 = _block(
+            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 2, end, whole,
+            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+            HV, GROUP, K, V, UPCAST,
+        )  # fmt: skip
+        q3, k3, o3, w3, x3 = _block(
+            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 3, end, whole,
+            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+            HV, GROUP, K, V, UPCAST,
+        )  # fmt: skip
+        dr3 = _opened(inner_ptr, x3, start, 3, end, head, HV, UPCAST)
+        x2 = _later(inner_ptr, dr3, x2, start, 2, 3, end, head, HV, UPCAST)
+        x1 = _later(inner_ptr, dr3, x1, start, 1, 3, end, head, HV, UPCAST)
+        x0 = _later(inner_ptr, dr3, x0, start, 0, 3, end, head, HV, UPCAST)
+        dr2 = _opened(inner_ptr, x2, start, 2, end, head, HV, UPCAST)
+        x1 = _later(inner_ptr, dr2, x1, start, 1, 2, end, head, HV, UPCAST)
+        x0 = _later(inner_ptr, dr2, x0, start, 0, 2, end, head, HV, UPCAST)
+        dr1 = _opened(inner_ptr, x1, start, 1, end, head, HV, UPCAST)
+        x0 = _later(inner_ptr, dr1, x0, start, 0, 1, end, head, HV, UPCAST)
+        dr0 = _opened(inner_ptr, x0, start, 0, end, head, HV, UPCAST)
+        update = tl.zeros([K, COLUMNS], tl.float32)
+        update = product(tl.trans(q0), o0, update, UPCAST)
+        update = product(tl.trans(q1), o1, update, UPCAST)
+        update = product(tl.trans(q2), o2, update, UPCAST)
+        update = product(tl.trans(q3), o3, update, UPCAST)
+        update = product(tl.trans(k0), _of_rows(w0, dr0), update, UPCAST)
+        update = product(tl.trans(k1), _of_rows(w1, dr1), update, UPCAST)
+        update = product(tl.trans(k2), _of_rows(w2, dr2), update, UPCAST)
+        update = product(tl.trans(k3), _of_rows(w3, dr3), update, UPCAST)
+        ds = tl.fma(tl.broadcast_to(tl.exp2(whole), ds.shape), ds, update + 0.0)
+        _store_block(dr_ptr, dr0, start, 0, end, head, columns, HV, V)
+        _store_block(dr_ptr, dr1, start, 1, end, head, columns, HV, V)
+        _store_block(dr_ptr, dr2, start, 2, end, head, columns, HV, V)
+        _store_block(dr_ptr, dr3, start, 3, end, head, columns, HV, V)
+    if d_initial_ptr is not None:
+        tl.store(d_initial_ptr + at, ds)
+
+
+@triton.jit
+def _total(v, SIZE: tl.constexpr):
+    """[SIZE] -> a number."""
+    return tl.max(pairs(tl.reshape(v, [1, SIZE]), 1, SIZE), axis=0)  # of one element
+
+
+@triton.jit
+def _states_product(
+    states_ptr, d_states_ptr, slot, head, is_chunk,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Σ dS' S, in fp32: neighbours of COLUMNS of V, these ascending, then K."""
+    total = tl.zeros([K], tl.float32)
+    for first in range(0, V, COLUMNS):
+        at = state_at(slot, head, first + tl.arange(0, COLUMNS), HV, K, V)
+        s = tl.load(states_ptr + at, mask=is_chunk, other=0.0).to(tl.float32)
+        ds = tl.load(d_states_ptr + at, mask=is_chunk, other=0.0).to(tl.float32)
+        total += pairs(s * ds, K, COLUMNS)
+    return _total(total, K)
+
+
+@triton.jit
+def _store_rows(ptr, value, row, head, size: tl.constexpr, heads: tl.constexpr, inside):
+    """Dense rows of a head, with the one rounding."""
+    offset = (row[:, None] * heads + head) * size + tl.arange(0, size)[None, :]
+    tl.store(ptr + offset, value.to(ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _square_at(ptr, row, head, HV: tl.constexpr, inside):
+    """Rows [64, 64] of D1 or D2, [N, HV, 64]; 0 outside."""
+    return rows_at(ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def scores_gradient_kernel(
+    d_out_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, decay_ptr, u_ptr, dr_ptr, offsets_ptr,
+    d1_ptr, d2_ptr, dv_ptr, d_decay_ptr, of_beta_ptr, N, LENGTH, SEQUENCES, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, d_row, d_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """D1, D2 + D2ᵀ, dv of a chunk of a v head, and what P, L and v owe to dG and dβ."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    head = tl.program_id(1)
+    i = tl.arange(0, CHUNK)
+    row = start + i
+    inside = row < end
+    there = inside & (sequence < SEQUENCES)
+    d, columns = tl.arange(0, K), tl.arange(0, V)
+    square = tl.zeros([CHUNK, CHUNK], tl.float32)
+    decay = gates_at(decay_ptr, row, head, HV, there)
+    beta = gates_at(beta_ptr, row, head, HV, there)
+    weight = tl.exp2(decay[:, None] - decay[None, :])
+    d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, there)
+    u = rows_at(u_ptr, row, head, columns, HV * V, V, there)
+    dr = rows_at(dr_ptr, row, head, columns, HV * V, V, there)
+    d1 = product(d_out, tl.trans(u), square, UPCAST) * scale * weight
+    d1 = tl.where(i[:, None] >= i[None, :], d1, 0.0)
+    dl = -product(dr, tl.trans(u), square, UPCAST) * weight
+    dl = tl.where(i[:, None] > i[None, :], dl, 0.0)
+    v = rows_at(v_ptr, row, head, columns, v_row, v_head, there).to(tl.float32)
+    of_v = pairs(dr.to(tl.float32) * v, CHUNK, V)
+    _store_rows(dv_ptr, dr.to(tl.float32) * beta[:, None], row, head, V, HV, inside)
+    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, there)
+    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, there)
+    of_beta = dl * product(k, tl.trans(k), square, UPCAST)
+    m = d1 * product(q, tl.trans(k), square, UPCAST)
+    m = tl.fma(of_beta, tl.broadcast_to(beta[:, None], m.shape), m)
+    d_decay = pairs(m, CHUNK, CHUNK) - pairs(tl.trans(m), CHUNK, CHUNK)
+    dl = dl * beta[:, None]
+    _store_rows(d1_ptr, d1, row, head, CHUNK, HV, inside)
+    _store_rows(d2_ptr, dl + tl.trans(dl), row, head, CHUNK, HV, inside)
+    at = row * HV + head
+    tl.store(d_decay_ptr + at, d_decay, mask=inside)
+    tl.store(of_beta_ptr + at, pairs(of_beta, CHUNK, CHUNK) + of_v, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def queries_gradient_kernel(
+    d_out_ptr, q_ptr, k_ptr, decay_ptr, states_ptr, d1_ptr, offsets_ptr, dq_ptr, d_decay_ptr,
+    N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head, d_row, d_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dq of a chunk of a k head, and what its reads of the state owe to dG."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    of_k = tl.program_id(1)
+    slot = tl.program_id(0).to(tl.int64)
+    row = start + tl.arange(0, CHUNK)
+    inside = row < end
+    there = inside & (sequence < SEQUENCES)
+    is_chunk = (sequence < SEQUENCES) & (start < end)
+    d, columns = tl.arange(0, K), tl.arange(0, V)
+    total = tl.zeros([CHUNK, K], tl.float32)
+    for member in tl.range(GROUP, num_stages=1):
+        head = of_k * GROUP + member
+        decay = gates_at(decay_ptr, row, head, HV, there)
+        d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, there)
+        at = state_at(slot, head, columns, HV, K, V)
+        s = tl.load(states_ptr + at, mask=is_chunk, other=0.0)
+        dq = product(d_out, tl.trans(s), tl.zeros([CHUNK, K], tl.float32), UPCAST)
+        dq = dq * (tl.exp2(decay) * scale)[:, None]
+        q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there).to(tl.float32)
+        d_decay = gates_at(d_decay_ptr, row, head, HV, there) + pairs(q * dq, CHUNK, K)
+        tl.store(d_decay_ptr + (row * HV + head), d_decay, mask=inside)
+        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
+        total += product(_square_at(d1_ptr, row, head, HV, there), k, dq, UPCAST)
+    _store_rows(dq_ptr, total, row, of_k, K, HV // GROUP, inside)
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def keys_gradient_kernel(
+    q_ptr, k_ptr, beta_ptr, decay_ptr, u_ptr, dr_ptr, states_ptr, d_states_ptr, d1_ptr, d2_ptr,
+    d_decay_ptr, of_beta_ptr, offsets_ptr, dk_ptr, dg_ptr, d_beta_ptr,
+    N, LENGTH, SEQUENCES, q_row, q_head, k_row, k_head,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dk of a chunk of a k head, and dg and dβ of its v heads."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    of_k = tl.program_id(1)
+    slot = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, CHUNK)
+    row = start + i
+    inside = row < end
+    there = inside & (sequence < SEQUENCES)
+    is_chunk = (sequence < SEQUENCES) & (start < end)
+    last = tl.minimum(start + CHUNK, end) - 1
+    d, columns = tl.arange(0, K), tl.arange(0, V)
+    total = tl.zeros([CHUNK, K], tl.float32)
+    for member in tl.range(GROUP, num_stages=1):
+        head = of_k * GROUP + member
+        decay = gates_at(decay_ptr, row, head, HV, there)
+        beta = gates_at(beta_ptr, row, head, HV, there)
+        whole = tl.load(decay_ptr + (last * HV + head), mask=sequence < SEQUENCES, other=0.0)
+        at = state_at(slot, head, columns, HV, K, V)
+        gates = row * HV + head
+        # Z S^ᵀ
+        dr = rows_at(dr_ptr, row, head, columns, HV * V, V, there)
+        s = tl.load(states_ptr + at, mask=is_chunk, other=0.0)
+        dk = product(dr, tl.trans(s), tl.zeros([CHUNK, K], tl.float32), UPCAST)
+        dk = dk * tl.exp2(decay)[:, None]
+        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there).to(tl.float32)
+        read = pairs(k * dk, CHUNK, K)
+        d_decay = gates_at(d_decay_ptr, row, head, HV, there) - beta * read
+        d_beta = gates_at(of_beta_ptr, row, head, HV, there) - read
+        tl.store(d_beta_ptr + gates, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
+        dk = dk * -beta[:, None]
+        # u dS'ᵀ
+        u = rows_at(u_ptr, row, head, columns, HV * V, V, there)
+        ds = tl.load(d_states_ptr + at, mask=is_chunk, other=0.0)
+        of_u = product(u, tl.trans(ds), tl.zeros([CHUNK, K], tl.float32), UPCAST)
+        of_u = of_u * tl.exp2(whole - decay)[:, None]
+        read = pairs(k * of_u, CHUNK, K)
+        of_state = _states_product(
+            states_ptr, d_states_ptr, slot, head, is_chunk, HV, K, V, COLUMNS
+        ) * tl.exp2(whole)
+        d_decay = d_decay - read + tl.where(row == last, _total(read, CHUNK) + of_state, 0.0)
+        # dg_j = Σ_{i >= j} dG_i
+        later = tl.where(i[None, :] >= i[:, None], d_decay[None, :], 0.0)
+        tl.store(dg_ptr + gates, pairs(later, CHUNK, CHUNK), mask=inside)
+        q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there)
+        d1 = tl.trans(_square_at(d1_ptr, row, head, HV, there))
+        dk = product(d1, q, dk + of_u, UPCAST)
+        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
+        total += product(_square_at(d2_ptr, row, head, HV, there), k, dk, UPCAST)
+    _store_rows(dk_ptr, total, row, of_k, K, HV // GROUP, inside)
