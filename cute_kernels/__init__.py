@@ -47,6 +47,7 @@ _load_schedulers(Path(__file__).resolve().parent)
 HOMES = {
     **systems.PUBLIC,
     "BlockMask": "schedulers.masks.mask",
+    "LinearAttentionCache": "linear_attn.cache",
     "guarantees": "about",
     "contract_id": "about",
     "info": "about",

@@ -66,7 +66,7 @@ ROLES = {
     "triton.delta_backward",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
     "policy_sweep paged.op op_delta op_gate op_ssd op_gated_norm",
-    "system.api": "api module converters te paged.api",
+    "system.api": "api module converters te paged.api cache",
 }
 LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}
 

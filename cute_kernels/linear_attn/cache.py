@@ -1,0 +1,315 @@
+"""What decoding keeps of hybrid layers: a state before the open chunk, and the rows since.
+
+Rows of a chunk need all rows before them in it, so a step computes the open chunk again, from the
+state before it: a row has the bytes that it has in one pass, whatever pieces it came in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentValueError, expected
+from ..runtime import checking
+from . import op_delta
+from .config import DELTA_CHUNK
+
+
+class _Pieces(NamedTuple):
+    """New rows of a call, [1, N, ...], by sequence.
+
+    sequence: [N], of a row; what lies behind a pack belongs to the last one.  place: [N], of a row
+    among those of its sequence.  inside: [N], whether a row belongs to a sequence.  first, count:
+    [S], of the rows of a sequence.
+    """
+
+    sequence: torch.Tensor
+    place: torch.Tensor
+    inside: torch.Tensor
+    first: torch.Tensor
+    count: torch.Tensor
+
+
+def _pieces(batch: int, length: int, cu_seqlens: torch.Tensor | None, device) -> _Pieces:
+    row = torch.arange(batch * length, device=device)
+    if cu_seqlens is None:
+        first = torch.arange(batch, device=device) * length
+        sequence = row // max(length, 1)
+        inside = torch.ones_like(row, dtype=torch.bool)
+        return _Pieces(sequence, row - first[sequence], inside, first, first * 0 + length)
+    offsets = cu_seqlens.long()
+    sequence = _sequence_of(row, offsets)
+    first = offsets[:-1]
+    return _Pieces(sequence, row - first[sequence], row < offsets[-1], first, offsets.diff())
+
+
+def _sequence_of(row: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sequence of each row; the last one's of those behind it."""
+    return (torch.searchsorted(offsets, row, right=True) - 1).clamp(max=len(offsets) - 2)
+
+
+class _Ring:
+    """The last rows of each slot, the one at position p of a sequence in row p mod ``rows``."""
+
+    def __init__(self, slots: int, rows: int, shape: tuple[int, ...], dtype, device):
+        self.slots, self.rows = slots, rows
+        # One row more, which takes what nobody will read.
+        self.data = torch.zeros(slots * rows + 1, *shape, dtype=dtype, device=device)
+
+    def read(self, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Rows at positions of slots, tensors of one shape."""
+        return self.data[slot * self.rows + position % self.rows]
+
+    def write(self, slot, position, keep: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep some of the rows [N, ...]."""
+        index = torch.where(keep, slot * self.rows + position % self.rows, len(self.data) - 1)
+        self.data.index_copy_(0, index, rows.to(self.data.dtype))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots onto slots."""
+        by_slot = self.data[:-1].view(self.slots, self.rows, *self.data.shape[1:])
+        by_slot[target] = by_slot[source]
+
+
+class LinearAttentionLayerCache:
+    """The record of one layer; see `LinearAttentionCache`, which makes it.
+
+    Attributes:
+        state: [slots, HV, K, V], fp32, behind the last chunk that is whole whatever is dropped.
+        grid: [slots], int64, rows behind which ``state`` is: a multiple of 64.
+        length, conv_length: [slots], int64, rows that the rule and the convolution have seen.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        heads: tuple[int, int],
+        sizes: tuple[int, int],
+        channels: int,
+        width: int,
+        drafts: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ):
+        (k_heads, v_heads), (k, v) = heads, sizes
+        rows, self.drafts, self.width = DELTA_CHUNK + drafts, drafts, width
+        self.state = torch.zeros(slots, v_heads, k, v, dtype=torch.float32, device=device)
+        self.grid, self.length, self.conv_length = (
+            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self._k = _Ring(slots, rows, (k_heads, k), dtype, device)
+        self._v = _Ring(slots, rows, (v_heads, v), dtype, device)
+        self._g, self._beta = (
+            _Ring(slots, rows, (v_heads,), torch.float32, device) for _ in range(2)
+        )
+        self._conv = _Ring(slots, width - 1 + drafts, (channels,), dtype, device)
+        self._may_drop = 0
+
+    @torch.no_grad()
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The next rows of `causal_conv1d_fn`; x [B, D, T], or a pack with ``cu_seqlens``.
+
+        slots: [sequences], of each one, all different; None: sequence i has slot i.
+        """
+        from .api import causal_conv1d_fn
+
+        tail = self.width - 1
+        if weight.shape[1] != self.width:
+            raise ArgumentValueError(expected("weight", f"width {self.width}", weight.shape[1]))
+        pieces = _pieces(x.shape[0], x.shape[2], cu_seqlens, x.device)
+        slot = self._slots(pieces, slots)
+        start = self.conv_length[slot]
+        before = start[:, None] + torch.arange(-tail, 0, device=x.device)
+        initial = self._conv.read(slot[:, None], before).to(x.dtype)
+        initial = torch.where((before < 0)[..., None], 0, initial).mT
+        out = causal_conv1d_fn(
+            x, weight, bias, initial, activation=activation, cu_seqlens=cu_seqlens
+        )
+        end = start + pieces.count
+        position = start[pieces.sequence] + pieces.place
+        keep = pieces.inside & (position >= end[pieces.sequence] - self._conv.rows)
+        rows = x.transpose(1, 2).flatten(0, 1)
+        self._conv.write(slot[pieces.sequence], position, keep, rows)
+        self.conv_length[slot] = end
+        return out
+
+    @torch.no_grad()
+    def gated_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float | None = None,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The next rows of `chunk_gated_delta_rule`, whose arguments these are.
+
+        Several rows of a sequence at once are prefill or drafts; `LinearAttentionCache.rollback`
+        drops the last ones again.  Nothing is read on the host but a pack's offsets on the CPU.
+
+        Returns:
+            o [B, T, HV, V], with the bytes of one pass over the whole sequence.
+        """
+        pieces = _pieces(v.shape[0], v.shape[1], cu_seqlens, v.device)
+        slot = self._slots(pieces, slots)
+        base, start = self.grid[slot], self.length[slot]
+        opened = start - base
+        offsets = torch.nn.functional.pad((opened + pieces.count).cumsum(0), (1, 0))
+
+        # Row r of what is computed is at position p from the grid on: an old row, or a new one.
+        total = v.shape[0] * v.shape[1] + len(slot) * (self._k.rows - 1)
+        r = torch.arange(total, device=v.device)
+        s = _sequence_of(r, offsets)
+        p = r - offsets[s]
+        old = p < opened[s]
+        new = torch.where(old | (r >= offsets[-1]), 0, pieces.first[s] + p - opened[s])
+
+        def rows(ring: _Ring, given: torch.Tensor) -> torch.Tensor:
+            given = given.flatten(0, 1)[new]
+            kept = ring.read(slot[s], base[s] + p).to(given.dtype)
+            return torch.where(old.view(-1, *[1] * (given.dim() - 1)), kept, given)[None]
+
+        rings = (self._k, k), (self._v, v), (self._g, g), (self._beta, beta)
+        out, state, *_ = op_delta.gated_delta_rule(
+            q.flatten(0, 1)[new][None],
+            *(rows(*pair) for pair in rings),
+            self.state[slot],
+            offsets,
+            scale,
+            True,
+            self.drafts,
+        )
+        behind = base + (offsets.diff() - self.drafts).clamp(min=0) // DELTA_CHUNK * DELTA_CHUNK
+        of, position = slot[pieces.sequence], start[pieces.sequence] + pieces.place
+        keep = pieces.inside & (position >= behind[pieces.sequence])
+        for ring, given in rings:
+            ring.write(of, position, keep, given.flatten(0, 1))
+        self.state[slot], self.grid[slot] = state, behind
+        self.length[slot] = start + pieces.count
+        self._may_drop = self.drafts
+        at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
+        return out[0][at].unflatten(0, v.shape[:2])  # 0 of rows behind the pack
+
+    def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
+        if slots is None:
+            return torch.arange(len(pieces.first), device=self.length.device)
+        return slots.long()
+
+    def _each(self) -> list[torch.Tensor]:
+        return [self.state, self.grid, self.length, self.conv_length]
+
+    def _rings(self) -> list[_Ring]:
+        return [self._k, self._v, self._g, self._beta, self._conv]
+
+
+class LinearAttentionCache:
+    """What gated delta rule layers keep of their sequences between calls.
+
+    A layer's record has, for each slot, the state before the open chunk of 64 rows, the rows since
+    (k, v, g, beta), and the last inputs of its convolution.  Each step computes the open chunk
+    again: training, prefill in any pieces, single rows and drafts have the same bytes.
+
+    Args:
+        layers: Number of layers.
+        slots: Sequences at a time.
+        heads: (H of q and k, HV of v).
+        sizes: (K, V).
+        channels: Channels of the convolution, 2 H K + HV V in Qwen3-Next.
+        width: Taps of the convolution.
+        drafts: Rows of the last call that `rollback` may drop again.
+        dtype: Of q, k, v and of the convolution's inputs.
+        device: Of the record; as `torch.zeros`.
+
+    Memory of a layer and slot: 4 HV K V bytes of state; 64 + drafts rows of (H K + HV V) elements
+    and 8 HV bytes; width - 1 + drafts rows of the convolution's channels.
+
+    Guarantees: as `chunk_gated_delta_rule` and `causal_conv1d_fn`, whose bytes the rows have.
+
+    Raises:
+        ArgumentValueError: a size is below its least value, or too many rows are dropped.
+
+    Example:
+        >>> cache = ck.LinearAttentionCache(1, 2, heads=(2, 4), sizes=(16, 16), channels=128)
+        >>> q, k = (torch.nn.functional.normalize(torch.randn(2, 9, 2, 16), dim=-1) for _ in "qk")
+        >>> rows = q, k, torch.randn(2, 9, 4, 16), -torch.rand(2, 9, 4), torch.rand(2, 9, 4)
+        >>> prefill = cache[0].gated_delta_rule(*(t[:, :8] for t in rows))
+        >>> row = cache[0].gated_delta_rule(*(t[:, 8:] for t in rows))
+        >>> whole, _ = ck.chunk_gated_delta_rule(*rows)
+        >>> bool((torch.cat([prefill, row], 1) == whole).all())
+        True
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        *,
+        heads: tuple[int, int],
+        sizes: tuple[int, int],
+        channels: int,
+        width: int = 4,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        numbers = {"layers": layers, "slots": slots, "channels": channels}
+        for name, number in (numbers | {"drafts": drafts, "width": width}).items():
+            least = {"drafts": 0, "width": 2}.get(name, 1)
+            if checking.integer(name, number) < least:
+                raise ArgumentValueError(expected(name, f"at least {least}", number))
+        self.slots = slots
+        self.layers = [
+            LinearAttentionLayerCache(slots, heads, sizes, channels, width, drafts, dtype, device)
+            for _ in range(layers)
+        ]
+
+    def __getitem__(self, layer: int) -> LinearAttentionLayerCache:
+        return self.layers[layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def rollback(self, rows: int, slots: torch.Tensor | None = None) -> None:
+        """Drop the last ``rows`` rows of slots, all of them by default, in every layer.
+
+        Between two calls at most ``drafts`` rows can be dropped.
+        """
+        for layer in self.layers:
+            if not 0 <= checking.integer("rows", rows) <= layer._may_drop:
+                want = f"from 0 to {layer._may_drop}, the drafts that may yet be dropped"
+                raise ArgumentValueError(expected("rows", want, rows))
+        which = slice(None) if slots is None else slots.long()
+        for layer in self.layers:
+            layer._may_drop -= rows
+            for length in (layer.length, layer.conv_length):
+                length[which] -= rows
+
+    def reset(self, slots: torch.Tensor | None = None) -> None:
+        """Forget the sequences of slots, all of them by default."""
+        which = slice(None) if slots is None else slots.long()
+        for layer in self.layers:
+            for t in layer._each():
+                t[which] = 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots ``source`` onto slots ``target``: a prefix, a beam."""
+        source, target = source.long(), target.long()
+        for layer in self.layers:
+            for t in layer._each():
+                t[target] = t[source]
+            for ring in layer._rings():
+                ring.copy(source, target)

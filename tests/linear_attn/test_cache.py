@@ -1,0 +1,190 @@
+"""The record of hybrid layers on a CPU: any pieces have the bytes of one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import ArgumentValueError
+from cute_kernels.linear_attn import cache as module
+from tests.anchors import planted
+from tests.contract import same_bytes
+from tests.runtime.cached_calls import drawn
+
+from .delta_cases import BF16, FP32, Case, operands
+
+HEADS, SIZES, CHANNELS = (1, 2), (8, 16), 48
+LENGTH = 150
+
+
+class Sequence:
+    """Operands of one sequence, [T, ...], and its rows in one pass."""
+
+    def __init__(self, seed: int, length: int = LENGTH):
+        case = Case((length,), heads=HEADS, sizes=SIZES, initial=False)
+        q, k, v, g, beta, _ = operands(case, seed)
+        self.rows = q, k, v, g * 0.1, beta
+        self.x = drawn(length, CHANNELS, seed=seed + 7, dtype=BF16)
+        self.out = ck.chunk_gated_delta_rule(*(t[None] for t in self.rows))[0][0]
+        self.conv = ck.causal_conv1d_fn(self.x.T[None], *taps(), activation="silu")[0].T
+
+    def part(self, first: int, end: int) -> list[torch.Tensor]:
+        return [t[first:end] for t in (*self.rows, self.x)]
+
+
+def taps() -> tuple[torch.Tensor, torch.Tensor]:
+    return drawn(CHANNELS, 4, seed=90, dtype=BF16), drawn(CHANNELS, seed=91, dtype=BF16)
+
+
+def new_cache(slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
+    return ck.LinearAttentionCache(
+        2, slots, heads=HEADS, sizes=SIZES, channels=CHANNELS, drafts=drafts, dtype=BF16
+    )
+
+
+def step(cache, parts: list[list[torch.Tensor]], slots=None) -> list[tuple[torch.Tensor, ...]]:
+    """(conv, o) of the next rows of some sequences, given as a pack."""
+    lengths = [len(part[0]) for part in parts]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    *rows, x = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    options = {"cu_seqlens": offsets, "slots": slots}
+    conv = cache[1].causal_conv1d(x.T[None], *taps(), "silu", **options)[0].T
+    out = cache[1].gated_delta_rule(*(t[None] for t in rows), **options)[0]
+    return list(zip(conv.split(lengths), out.split(lengths), strict=True))
+
+
+def check(sequence: Sequence, got: tuple[torch.Tensor, ...], first: int, end: int) -> None:
+    conv, out = got
+    assert same_bytes(out, sequence.out[first:end]), (first, end)
+    assert same_bytes(conv, sequence.conv[first:end]), (first, end)
+
+
+def pieces(drafts: int = 0) -> None:
+    """Prefill of other lengths, then pieces of 0 to 70 rows side by side, in permuted slots."""
+    sequences, at = [Sequence(seed) for seed in (0, 20, 40)], [0, 0, 0]
+    cache, slots = new_cache(4, drafts), torch.tensor([2, 0, 3])
+    for sizes in ((64, 1, 70), (1, 63, 0), (20, 1, 1), (1, 64, 15), (63, 2, 1), (1, 1, 1)):
+        ends = [a + n for a, n in zip(at, sizes, strict=True)]
+        parts = [s.part(a, b) for s, a, b in zip(sequences, at, ends, strict=True)]
+        for sequence, got, first, end in zip(
+            sequences, step(cache, parts, slots), at, ends, strict=True
+        ):
+            check(sequence, got, first, end)
+        at = ends
+
+
+def drafts() -> None:
+    """Drafts across blocks and chunks are dropped in part, and other rows follow."""
+    true, other = Sequence(0), Sequence(60)
+    cache, length = new_cache(1, drafts=20), 0
+    accepted = (50, 0), (9, 3), (20, 6), (1, 1), (20, 20), (17, 0), (20, 13), (5, 2)
+    for offered, dropped in accepted:
+        keep = offered - dropped
+        pairs = zip(true.part(length, length + keep), other.part(0, dropped), strict=True)
+        part = [torch.cat(pair) for pair in pairs]
+        conv, out = step(cache, [part])[0]
+        check(true, (conv[:keep], out[:keep]), length, length + keep)
+        cache[0]._may_drop = dropped  # the layer that is not called
+        cache.rollback(dropped)
+        length += keep
+    assert length > 64 and int(cache[1].length[0]) == length == int(cache[1].conv_length[0])
+
+
+def copies() -> None:
+    """A copied slot goes on as its source does, and a reset one from the start."""
+    a, b = Sequence(0), Sequence(20)
+    cache = new_cache(3, drafts=2)
+    step(cache, [a.part(0, 70), b.part(0, 9)], torch.tensor([1, 2]))
+    cache.copy(torch.tensor([1, 2]), torch.tensor([2, 0]))
+    cache.reset(torch.tensor([1]))
+    parts = [b.part(9, 11), b.part(0, 5), a.part(70, 90)]
+    for got, (sequence, first, end) in zip(
+        step(cache, parts), ((b, 9, 11), (b, 0, 5), (a, 70, 90)), strict=True
+    ):
+        check(sequence, got, first, end)
+
+
+def neighbours() -> None:
+    """NaN in a neighbour's rows, in free slots and behind the pack reaches nothing."""
+    sequence = Sequence(0)
+    cache = new_cache(3)
+    for ring in cache[1]._rings():
+        ring.data.fill_(float("nan"))
+    cache[1].state[2] = float("nan")
+    for first, end in ((0, 66), (66, 67), (67, 130)):
+        part = sequence.part(first, end)
+        bad = [torch.full_like(t[:3], float("nan")) for t in part]
+        check(sequence, step(cache, [bad, part], torch.tensor([0, 1]))[1], first, end)
+    rows = [torch.cat([t, t.new_full(t.shape, float("nan"))]) for t in sequence.part(130, 132)]
+    offsets = torch.tensor([0, 2])
+    options = {"cu_seqlens": offsets, "slots": torch.tensor([1])}
+    out = cache[1].gated_delta_rule(*(t[None] for t in rows[:5]), **options)[0]
+    assert same_bytes(out[:2], sequence.out[130:132]) and not out[2:].any()
+
+
+CHECKS = {
+    "pieces": pieces,
+    "pieces with drafts": lambda: pieces(drafts=20),
+    "drafts": drafts,
+    "copies": copies,
+    "neighbours": neighbours,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_bytes(name):
+    CHECKS[name]()
+
+
+def test_batch_of_equal_lengths():
+    """[B, T, ...] without a pack, in fp32, by the second call a row alone."""
+    sequences = [Sequence(seed, 20) for seed in (0, 20)]
+    cache = new_cache(2)
+    rows = [torch.stack(pair) for pair in zip(*(s.rows for s in sequences), strict=True)]
+    first = cache[0].gated_delta_rule(*(t[:, :19] for t in rows))
+    last = cache[0].gated_delta_rule(*(t[:, 19:] for t in rows))
+    assert same_bytes(torch.cat([first, last], 1), torch.stack([s.out for s in sequences]))
+
+
+#: Name -> the check that it fails, and the edit.
+MUTANTS = {
+    "grid_counts_drafts": ("drafts", "(offsets.diff() - self.drafts)", "offsets.diff()"),
+    "slot_by_place": ("copies", "return slots.long()", "return torch.arange(len(slots))"),
+    "short_tail": ("drafts", "width - 1 + drafts, (channels,)", "width - 1, (channels,)"),
+    "zeros_by_a_product": ("neighbours", "torch.where((before < 0)[..., None], 0, initial).mT",
+                           "(initial * (before >= 0)[..., None]).mT"),
+    "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
+    "states_stay": ("copies", "[self.state, self.grid, self.length, self.conv_length]",
+                    "[self.grid, self.length, self.conv_length]"),
+}  # fmt: skip
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(name, monkeypatch):
+    check, old, new = MUTANTS[name]
+    with planted(module, (old, new)):
+        monkeypatch.setattr(ck, "LinearAttentionCache", module.LinearAttentionCache)
+        with pytest.raises(AssertionError):
+            CHECKS[check]()
+
+
+def test_too_many_rows_are_not_dropped():
+    cache = new_cache(1, drafts=2)
+    with pytest.raises(ArgumentValueError, match="rows: expected from 0 to 0"):
+        cache.rollback(1)
+    for _ in range(2):
+        for layer in cache.layers:
+            rows = [t[None, :4] for t in Sequence(0, 8).rows]
+            layer.gated_delta_rule(*rows)
+    cache.rollback(2)
+    with pytest.raises(ArgumentValueError, match="rows"):
+        cache.rollback(1)
+
+
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"slots": 0}, {"drafts": -1}, {"width": 1}])
+def test_sizes_are_refused_by_name(wrong):
+    right = {"layers": 1, "slots": 1, "heads": HEADS, "sizes": SIZES, "channels": 4, "dtype": FP32}
+    with pytest.raises(ArgumentValueError, match=next(iter(wrong))):
+        ck.LinearAttentionCache(**right | wrong)
