@@ -18,7 +18,7 @@ SLACK, LEAST_SLACK = 0.02, 60
 
 #: Room -> (ceiling, why it was raised last).
 ROOMS: dict[str, tuple[int, str]] = {
-    "cute_kernels": (1641, ""),
+    "cute_kernels": (1642, ""),
     "cute_kernels/cli": (589, ""),
     "cute_kernels/compile": (1732, ""),
     "cute_kernels/cpu": (481, ""),
@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/dsl": (1948, ""),
     "cute_kernels/gemm": (2857, ""),
     "cute_kernels/integrations": (8219, ""),
-    "cute_kernels/linear_attn": (4790, "a system"),
+    "cute_kernels/linear_attn": (5105, "a system"),
     "cute_kernels/logp": (5873, ""),
     "cute_kernels/mhc": (9256, "types of Triton launchers again"),
     "cute_kernels/model": (11150, ""),
@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/rowwise": (2574, "parameters of kernels one on a line"),
     "cute_kernels/runtime": (3402, "checks, and Triton tiles of gemm, moe and attention, once"),
     "cute_kernels/sparse_attn": (13680, ""),
-    "docs": (60742, ""),
+    "docs": (60930, ""),
     "perf": (13358, ""),
     "ptxsim": (6335, ""),
     "schedulers": (5962, ""),
@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/gemm": (4827, ""),
     "tests/integrations": (10271, ""),
     "tests/kernels": (373, ""),
-    "tests/linear_attn": (3388, "a system"),
+    "tests/linear_attn": (3578, "a system"),
     "tests/logp": (5816, ""),
     "tests/mhc": (7024, ""),
     "tests/model": (10570, ""),
