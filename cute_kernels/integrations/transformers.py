@@ -18,6 +18,7 @@ static caches.  Under ``torch.compile`` what was found is an operand of the grap
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -53,7 +54,6 @@ _HARMLESS += ("output_attentions", "output_hidden_states", "output_router_logits
 _HARMLESS += ("num_items_in_batch", "shift_labels", "labels", "ignore_index")
 _HARMLESS += ("logits_to_keep", "logits_indices", "logits_processor_args")
 _HARMLESS += ("max_length_q", "seq_idx")
-_KNOWN = frozenset((*_READ, *_HARMLESS))
 #: Elements of a mask that are evaluated together.
 _CHUNK = 1 << 24
 #: Keys of one block: positions count modulo this.
@@ -143,10 +143,7 @@ def attention(
     """
     if dropout:
         raise ArgumentValueError(expected("dropout", "0 (dropout is not available)", dropout))
-    for name, other in others.items():
-        if other is not None and name not in _KNOWN:
-            want = "None, as this attention has no such argument"
-            raise ArgumentValueError(expected(name, want, type(other).__name__))
+    check_keywords(others, _READ)
     if checking.autocast(query.device):
         # As torch's scaled_dot_product_attention: tables of fp32 rows make q and k fp32.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -182,6 +179,18 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and mask is None and query.shape[2] > 1
     return api.block_sparse_attention(*operands, mask, causal=causal, **numbers), None
+
+
+def check_keywords(others: Mapping[str, object], read: Collection[str]) -> None:
+    """Check that keywords of a layer are read, None, or of those that change no result.
+
+    Raises:
+        ArgumentValueError: a keyword that may change the result.
+    """
+    for name, other in others.items():
+        if other is not None and name not in read and name not in _HARMLESS:
+            want = "None, as this layer has no such argument"
+            raise ArgumentValueError(expected(name, want, type(other).__name__))
 
 
 def whole_sequences(window: int = 0) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""Sequences of a batch, for layers that carry a state from token to token: padding, and packs.
+
+A batch with padding becomes a pack of its real tokens, in front of all padding: no size follows
+the mask, and no host waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentValueError, ShapeError, expected
+
+#: Attribute of a mask: its `Sequences`, which the layers of a model share.
+_OF_MASK = "_cute_kernels_sequences"
+#: Keywords of transformers for packs.
+OFFSETS, NUMBERS = "cu_seq_lens_q", "seq_idx"
+
+
+class Sequences(NamedTuple):
+    """Sequences among the tokens [B, T] of a batch.
+
+    shape: (B, T).  offsets: [S + 1], where those of a pack begin and the last one ends; None: each
+    row of the batch is one.  order: [B T], the flat place of each token of the pack; None: as they
+    lie.  places: its inverse.
+    """
+
+    shape: tuple[int, int]
+    offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] -> [1, B T, ...], or the rows themselves where each one is a sequence."""
+        if self.offsets is None:
+            return rows
+        flat = rows.flatten(0, 1)
+        return (flat if self.order is None else take_rows(flat, self.order))[None]
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `pack`."""
+        if self.offsets is None:
+            return rows
+        flat = rows[0] if self.places is None else take_rows(rows[0], self.places)
+        return flat.unflatten(0, self.shape)
+
+
+def sequences_of(
+    x: torch.Tensor, mask: torch.Tensor | None, options: Mapping[str, object]
+) -> Sequences:
+    """Return the sequences of a call with hidden states x [B, T, hidden].
+
+    Raises:
+        ArgumentValueError: a pack and a mask, or a pack of several rows by cu_seq_lens_q.
+        ShapeError: a mask that is not [B, T].
+    """
+    shape = tuple(x.shape[:2])
+    offsets, numbers = options.get(OFFSETS), options.get(NUMBERS)
+    if mask is not None:
+        if offsets is not None or numbers is not None:
+            name = NUMBERS if offsets is None else OFFSETS
+            raise ArgumentValueError(expected(name, "None beside an attention_mask", "a tensor"))
+        return _of_mask(mask, shape)
+    if offsets is not None:
+        if shape[0] != 1:
+            raise ArgumentValueError(expected(OFFSETS, "a batch of 1", f"batch {shape[0]}"))
+        return Sequences(shape, offsets)
+    return Sequences(shape) if numbers is None else _of_numbers(numbers, shape)
+
+
+def _of_mask(mask: torch.Tensor, shape: tuple[int, int]) -> Sequences:
+    if tuple(mask.shape) != shape:
+        want = f"[{shape[0]}, {shape[1]}]: 0 where a token is padding"
+        raise ShapeError(expected("attention_mask", want, list(mask.shape)))
+    # A mask may be written to, and then be given again.
+    keep = not (torch.compiler.is_compiling() or mask.is_inference())
+    version, sequences = getattr(mask, _OF_MASK, (None, None)) if keep else (None, None)
+    if sequences is None or version != mask._version:
+        real = mask.flatten() != 0
+        counts = real.view(shape).sum(1)
+        # Real tokens in their order, then padding.
+        behind = counts.sum() + (~real).cumsum(0) - 1
+        places = torch.where(real, real.cumsum(0) - 1, behind)
+        flat = torch.arange(len(places), device=mask.device)
+        order = torch.empty_like(places).scatter_(0, places, flat)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        sequences = Sequences(shape, offsets, order, places)
+        if keep:
+            setattr(mask, _OF_MASK, (mask._version, sequences))
+    return sequences
+
+
+@torch.compiler.disable
+def _of_numbers(numbers: torch.Tensor, shape: tuple[int, int]) -> Sequences:
+    if tuple(numbers.shape) not in {shape, (1, shape[1])}:
+        want = f"[{shape[0]}, {shape[1]}]: a number for each sequence"
+        raise ShapeError(expected(NUMBERS, want, list(numbers.shape)))
+    numbers = numbers.expand(shape)
+    first = torch.ones_like(numbers, dtype=torch.bool)
+    first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    starts = first.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(starts, (0, 1), value=numbers.numel())
+    return Sequences(shape, offsets.to(torch.int32))
+
+
+class _Take(torch.autograd.Function):
+    """Rows at places that are all different: the gradient adds nothing."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        zeros = g.new_zeros(ctx.count, *g.shape[1:])
+        return zeros.index_copy_(0, places, g), None
+
+
+def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the rows [N, ...] at places [M], which are all different."""
+    return _Take.apply(rows, places)
+
+
+# ---- packs that are told by positions ------------------------------------------------------------
+
+
+def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[str, object]:
+    """Return arguments of a base model whose layers are told of the packs in position_ids.
+
+    Attention finds them by itself, as transformers has it: without a mask and without a cache.
+
+    Raises:
+        ArgumentValueError: a mask of more than padding.
+    """
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if isinstance(mask, torch.Tensor) and mask.dim() != 2:
+        want = "[B, S] of zeros and ones, as a state has no other masks"
+        raise ArgumentValueError(expected("attention_mask", want, list(mask.shape)))
+    told = any(arguments.get(name) is not None for name in (OFFSETS, NUMBERS, "past_key_values"))
+    if mask is not None or told or not isinstance(positions, torch.Tensor):
+        return arguments
+    numbers = _numbers_of(positions)
+    return arguments if numbers is None else arguments | {NUMBERS: numbers}
+
+
+@torch.compiler.disable
+def _numbers_of(positions: torch.Tensor) -> torch.Tensor | None:
+    """Return the number of each token's sequence, [B, T]; None: each row is one.
+
+    positions: [B, T], or [4, B, T], of which the first are the text's.
+    """
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]
+    if positions.dim() != 2 or positions.shape[1] < 2:
+        return None
+    breaks = positions[:, 1:] != positions[:, :-1] + 1
+    if not bool(breaks.any()):
+        return None
+    return torch.nn.functional.pad(breaks.cumsum(1), (1, 0)).to(torch.int32)
