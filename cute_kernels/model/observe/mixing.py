@@ -4,7 +4,8 @@
 
 A row that differs from another in one bit has another y in all columns, so nothing that reaches a
 product is rounded away, at the price of an addition.  A NaN in the row makes y NaN.
-Attention has one head, mixed from all heads, and its gradients are mixed from the whole sequence.
+Attention and the gated delta rule have one head, mixed from all heads, and their gradients are
+mixed from the whole sequence.
 Other ops are computed, ours by their CPU backends.
 """
 
@@ -124,13 +125,54 @@ def _attention_backward(
     sinks: torch.Tensor | None, **others: object,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Mix gradients from all of a sequence."""
-    sums = [digests.digest(_bytes(t.flatten(1)), t.dtype)[:, :1] for t in (dout, q, k, v)]
+    return *_of_sequence(dout, q, k, v), dout.new_zeros(0 if sinks is None else len(sinks))
+
+
+# ---- the gated delta rule ------------------------------------------------------------------------
+
+#: Size of the head.
+_STATE = 8
+
+
+def _delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial: torch.Tensor | None, with_final: bool, **others: object,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Apply the rule to one head, mixed from all; its state is a corner of the first one's."""
+    # |k|² below 2, and a decay near 1: no state grows, and none is rounded away.
+    rows = [_joined(t, _STATE)[:, :, None].float() * 0.125 for t in (q, k, v)]
+    gate, step = (_joined(t.float(), 1) for t in (g, beta))
+    state = None if initial is None else initial[:, :1, :_STATE, :_STATE].contiguous()
+    out, final, *saved = torch.ops.cute_kernels.gated_delta_rule(
+        *rows, gate.abs() * -0.0625, step.abs() * 0.5, state, with_final=with_final, **others
+    )
+    if with_final:
+        corner = final
+        final = corner.new_zeros(len(corner), v.shape[2], k.shape[3], v.shape[3])
+        final[:, :1, :_STATE, :_STATE] = corner
+    return _joined(out, v.shape[2] * v.shape[3]).view(v.shape).to(v.dtype), final, *saved
+
+
+def _delta_rule_backward(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    beta: torch.Tensor, initial: torch.Tensor | None, offsets: torch.Tensor | None,
+    **others: object,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Mix gradients from all of a sequence; those of a pack from their rows."""
+    operands = q, k, v, g, beta
+    of_initial = q.new_empty(0) if initial is None else torch.zeros_like(initial)
+    if offsets is not None:
+        return *(_joined(t, t[0, 0].numel()).view(t.shape) for t in operands), of_initial
+    return *_of_sequence(d_out, *operands), of_initial
+
+
+def _of_sequence(d_out: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
+    """Return a gradient of each operand [B, T, ...], mixed from its row and all of a sequence."""
+    sums = [digests.digest(_bytes(t.flatten(1)), t.dtype)[:, :1] for t in (d_out, *operands)]
     sequence = sum(sums).view(-1, 1)
-    gradients = [
-        _joined(t, t.shape[2] * t.shape[3], sequence.repeat(1, t.shape[1])).view(t.shape)
-        for t in (q, k, v)
+    return [
+        _joined(t, t[0, 0].numel(), sequence.repeat(1, t.shape[1])).view(t.shape) for t in operands
     ]
-    return *gradients, dout.new_zeros(0 if sinks is None else len(sinks))
 
 
 def _joined(t: torch.Tensor, width: int, salt: torch.Tensor | int = 0) -> torch.Tensor:
@@ -157,6 +199,8 @@ _RULES: dict[str, Callable] = {
     "sequence_attention_backward": _attention_backward,
     "block_sparse_attention": functools.partial(_attention, "block_sparse_attention"),
     "block_sparse_attention_backward": _attention_backward,
+    "gated_delta_rule": _delta_rule,
+    "gated_delta_rule_backward": _delta_rule_backward,
 }
 
 

@@ -12,12 +12,13 @@ import torch
 from ... import nn as own_modules
 from ...errors import ArgumentTypeError, ArgumentValueError, PatchError, expected, one_of
 from ...gemm.config import K_GROUP, ORDERS
+from ...linear_attn.config import group_part_rows
 from ...norm.config import part_rows
 from ...runtime import checking
 from . import classes, decisions, guards, state
 from .classes import EXPERTS_PARALLEL, FORWARDS, PARALLEL_PRODUCTS
 from .decisions import Decisions
-from .forwards import authors
+from .forwards import authors, mixers
 from .pretrained import cap_part, why_not_covered
 from .report import CUT, LOGITS, LOGP, Kind, Left, Options, Replaced, Report, Skipped
 from .state import Action, kind_of, user_class
@@ -335,7 +336,7 @@ def _main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tens
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
     if kind in ("invariant", "experts", EXPERTS_PARALLEL, "scores"):
         return []
-    names = module._parameters if "norm" in kind else ("weight",)
+    names = module._parameters if "norm" in kind or kind == mixers.MIXER else ("weight",)
     return [p for p in map(module._parameters.get, names) if p is not None]
 
 
@@ -343,7 +344,8 @@ def _granularity(module: torch.nn.Module, kind: str) -> int:
     """Token count at whose multiples micro-batches may be cut, by this module."""
     if "norm" in kind:
         # A token has one row, or one for each head.
-        return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
+        rows = group_part_rows if kind == "gated_rms_norm" else part_rows
+        return max((rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
     return K_GROUP if kind in _PRODUCTS else 1
 
 

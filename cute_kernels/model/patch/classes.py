@@ -18,6 +18,7 @@ from ...integrations import causal_lm
 from ...integrations import transformers as integration
 from ...integrations.sharded_head import Scoring
 from ...rowwise import api as rowwise
+from .forwards import mixers
 from .forwards.authors import forward_of
 from .forwards.layers import (
     EmbeddingStep,
@@ -191,6 +192,8 @@ _BY_AUTHORS = {
     "mlp": "the activation and its product in one launch",
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
+    mixers.BASE_MODEL: "packs told to layers with a state",
+    mixers.STATEFUL: "a cache that drops tokens, for assisted generation",
 }
 
 #: Name of a forward -> the forward.
@@ -216,6 +219,9 @@ FORWARDS: dict[str, Forward] = {
     "embedding_step": Forward("ck.embedding", step=EmbeddingStep),
     "rotary": Forward("ck.rotary_table", rotary),
     **{kind: Forward(by, of=partial(forward_of, kind)) for kind, by in _BY_AUTHORS.items()},
+    mixers.MIXER: Forward("ck.chunk_gated_delta_rule", mixers.gated_delta_net),
+    mixers.CONVOLUTION: Forward("ck.causal_conv1d_fn", mixers.causal_conv1d),
+    "gated_rms_norm": Forward("ck.gated_rms_norm", mixers.gated_rms_norm),
     "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts_forward),
     "invariant": Forward("its author's forward in ck.batch_invariant", of=invariant),
     "scores": Forward(
@@ -256,6 +262,8 @@ def patched_class(cls: type, kind: str) -> type:
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {KIND: kind, "__reduce_ex__": reduced}
+    if kind in (mixers.BASE_MODEL, mixers.STATEFUL):
+        names[mixers.STATEFUL_FLAG] = False
     ours = FORWARDS[kind]
     # A step goes below the author's forward, which calls it by super().
     bases = (cls,) if ours.step is None else (cls, ours.step)

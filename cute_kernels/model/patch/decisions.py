@@ -21,7 +21,7 @@ from ..observe.watch import Observation, Site, Widths
 from .bytecode import OPS, named
 from .classes import prepare
 from .formula import Refusal, Rule, rules
-from .forwards import authors
+from .forwards import authors, mixers
 from .forwards.elements import NAMES
 from .pretrained import (
     EMBEDDING_OPTIONS,
@@ -38,6 +38,8 @@ from .pretrained import (
 from .report import STAYING, Kind, Left, Options
 from .state import Action, Notes, Part, Survey, apply, survey
 
+#: Forwards without which a part cannot be covered -> the kind of a reason against them.
+_STAYS = {"experts": Kind.EXPERTS, mixers.MIXER: Kind.NOT_COVERED}
 _EMBEDDING_READS = tuple(EMBEDDING_OPTIONS.items())
 
 
@@ -58,6 +60,11 @@ class _Facts(NamedTuple):
     def action(self, part: Part, kind: str, **notes: object) -> Action:
         shared = Notes(self.options.order, self.options.main_grad, **notes)
         return Action(part.name, part.module, kind, shared)
+
+    def mix(self, part: Part) -> bool:
+        """Whether all mixers in a model are ours."""
+        mixing = mixers.mixers_in(part.module)
+        return all(self.kinds.get(id(mixer)) == mixers.MIXER for mixer in mixing)
 
     def child(self, part: Part, name: str) -> str | None:
         """Kind of the forward that a child gets."""
@@ -83,6 +90,7 @@ def by_modules(survey: Survey, options: Options, *, tentative: bool = False) -> 
     single = [part for part in single if own_modules.kind_of(part.module) is None]
     scripts = {id(p.module) for p in survey.parts if isinstance(p.module, torch.jit.ScriptModule)}
     by_class = {id(part.module): forward_by_class(part.module, part.cls) for part in single}
+    by_class |= _convolutions(single, by_class)
     unknown = [p for p in single if not by_class[id(p.module)] and id(p.module) not in scripts]
     facts = _Facts(options, survey.devices, decisions.heads, by_class, rules(unknown), kinds)
     actions: list[Action] = []
@@ -127,6 +135,9 @@ def _replacement(part: Part, facts: _Facts) -> Action | Left | None:
             return _linear(part, facts, kind, reason)
         if kind == "experts":
             return _taken(part, facts, "linear", reason, kind)
+        if kind in (mixers.MIXER, mixers.CONVOLUTION):
+            reads = mixers.READS if kind == mixers.MIXER else ()
+            return _taken(part, facts, "attention", reason, kind, reads=reads)
         return _taken(part, facts, "embedding", reason, kind, reads=_EMBEDDING_READS)
     rule = facts.rules[id(part.module)]
     if rule is None:
@@ -147,7 +158,7 @@ def _taken(
     if not getattr(facts.options, option):
         return part.left(f"{option}=False", Kind.OPTION)
     if reason is not None:
-        return part.left(reason, Kind.EXPERTS if kind == "experts" else Kind.NOT_TAKEN)
+        return part.left(reason, _STAYS.get(kind, Kind.NOT_TAKEN))
     return facts.action(part, kind, **notes)
 
 
@@ -163,10 +174,23 @@ def _linear(part: Part, facts: _Facts, kind: str, reason: str | None) -> Action 
     return facts.action(part, kind)
 
 
+def _convolutions(
+    parts: list[Part], by_class: dict[int, tuple[str, str | None] | None]
+) -> dict[int, tuple[str, str | None]]:
+    """Return id of each convolution that a mixer of ours calls -> its forward."""
+    kinds = {id(part.module): by_class[id(part.module)] for part in parts}
+    mixing = [p.module for p in parts if kinds[id(p.module)] == (mixers.MIXER, None)]
+    return {
+        id(mixer.conv1d): (mixers.CONVOLUTION, why_not_parameters(mixer.conv1d)) for mixer in mixing
+    }
+
+
 #: Name of a forward of what holds other modules (bytes are as without it) -> what has to hold.
 CONDITIONS: dict[str, Callable[[Part, _Facts], bool]] = {
     "positions": lambda part, facts: facts.options.main_grad and facts.options.embedding,
     "base_model": lambda part, facts: True,
+    mixers.BASE_MODEL: lambda part, facts: facts.mix(part),
+    mixers.STATEFUL: lambda part, facts: facts.mix(part),
     "attention": lambda part, facts: facts.options.attention,
     "residual": lambda part, facts: facts.child(part, authors.NORM) == "rms_norm",
     "mlp": lambda part, facts: facts.child(part, authors.ACTIVATION) in GATES,

@@ -71,7 +71,7 @@ def _rule(part: Part, known: dict[tuple, Rule | Refusal]) -> Rule | Refusal | No
     if is_rotary(module):
         return rotary_rule(module)
     find = activation if is_activation(cls) else norm_rule
-    if find is norm_rule and not is_norm_like(module):
+    if find is norm_rule and not (is_norm_like(module) or is_gated_norm_like(module)):
         return None
     likeness = _likeness(module)
     rule = known.get(likeness) or find(module)
@@ -196,38 +196,55 @@ def is_norm_like(module: torch.nn.Module) -> bool:
     """Whether a module could be a norm over the last dimension: no children, vectors of one D."""
     if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
         return True
+    return _has_vectors_alone(module) and _takes_one(module)
+
+
+def is_gated_norm_like(module: torch.nn.Module) -> bool:
+    """Whether a module could be a norm with a gate, forward(x, gate), and one vector."""
+    if len(module._parameters) != 1 or not _has_vectors_alone(module):
+        return False
+    try:
+        names = [argument.name for argument in _arguments(module)]
+    except (TypeError, ValueError):
+        return False
+    return names[1:] == ["gate"]
+
+
+def _has_vectors_alone(module: torch.nn.Module) -> bool:
+    """Whether a module holds vectors of one D and nothing else."""
     shapes = {_shape(p) for p in module.parameters(recurse=False)}
     alone = not module._modules and not any(True for _ in module.buffers(recurse=False))
-    return alone and len(shapes) == 1 and len(next(iter(shapes))) == 1 and _takes_one(module)
+    return alone and len(shapes) == 1 and len(next(iter(shapes))) == 1
 
 
 def norm_rule(module: torch.nn.Module) -> Rule | Refusal:
     """Return the formula of a norm, or a reason why there is none."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    width = _width(module)
+    width, gated = _width(module), is_gated_norm_like(module)
     optional = [p.name for p in _arguments(module) if p.default is not p.empty]
-    if optional:  # such as the gate of Mamba-2's norm
+    if optional and not gated:
         return Refusal(f"its forward also takes {', '.join(optional)}")
     if width is None:
         return Refusal("it is not over the last dimension alone")
     if len(names) > 2:
         return Refusal(f"it has {len(names)} parameters")
     try:
-        norm = _Norm(module, width)
+        norm = _Norm(module, width, gated)
         results = norm.results()
-        matches = [rule for rule in _rules(module, names) if norm.agrees(rule, results)]
+        matches = [rule for rule in _rules(module, names, gated) if norm.agrees(rule, results)]
     except Exception as error:  # any code may run here, and fail as it likes
         why = f"{type(error).__name__}: {error}"
         return Refusal(f"its forward does not run on a random input ({why})")
     if not matches:
-        return Refusal("its forward agrees with no formula of ck.rms_norm or layer_norm")
+        ops = "ck.gated_rms_norm" if gated else "ck.rms_norm or layer_norm"
+        return Refusal(f"its forward agrees with no formula of {ops}")
     return norm.with_reads(matches[0])
 
 
 class _Norm:
-    """A norm with random parameters: inputs [ROWS, D], and others."""
+    """A norm with random parameters: inputs [ROWS, D], and others; gates of their shapes."""
 
-    def __init__(self, module: torch.nn.Module, width: int) -> None:
+    def __init__(self, module: torch.nn.Module, width: int, gated: bool) -> None:
         self._probe = probe = _Probe(module, width)
         parameters = module.named_parameters(recurse=False)
         # Sharded ones are not read.
@@ -241,18 +258,19 @@ class _Norm:
         self._inputs = []
         for index, size in enumerate(_SIZES):
             shape = (_ROWS, width) if index % 2 else (2, 1, 3, width)
-            self._inputs.append((probe.random(*shape) + probe.random(*shape[:-1], 1)) * size)
+            x = (probe.random(*shape) + probe.random(*shape[:-1], 1)) * size
+            self._inputs.append((x, probe.random(*shape)) if gated else (x,))
 
     def results(self) -> list[list]:
         """Return the results for each input."""
-        return [self._probe(x) for x in self._inputs]
+        return [self._probe(*inputs) for inputs in self._inputs]
 
     def agrees(self, rule: Rule, results: list[list] | None = None) -> bool:
         """Whether every result is that of the formula."""
         results = self.results() if results is None else results
         return all(
-            _agree(y, self._formula(rule, x.double()), _TOLERANCE)
-            for x, y in zip(self._inputs, results, strict=True)
+            _agree(y, self._formula(rule, *(t.double() for t in inputs)), _TOLERANCE)
+            for inputs, y in zip(self._inputs, results, strict=True)
         )
 
     def with_reads(self, rule: Rule) -> Rule | Refusal:
@@ -272,16 +290,20 @@ class _Norm:
         reads = probe.reads(lambda: self.agrees(rule), but)
         return rule._replace(eps_name=eps_name, reads=reads)
 
-    def _formula(self, rule: Rule, x: torch.Tensor) -> torch.Tensor:
+    def _formula(
+        self, rule: Rule, x: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if rule.kind == "layer_norm":
             x = x - x.mean(-1, keepdim=True)
         y = x / (x.square().mean(-1, keepdim=True) + rule.eps).sqrt()
         if rule.weight is not None:
             y = y * (self._values[rule.weight].double() + rule.offset)
+        if gate is not None:
+            return y * F.silu(gate)
         return y if rule.bias is None else y + self._values[rule.bias].double()
 
 
-def _rules(module: torch.nn.Module, names: list[str]) -> list[Rule]:
+def _rules(module: torch.nn.Module, names: list[str], gated: bool) -> list[Rule]:
     """Return every formula with an eps that the module holds, and its parameters in every role."""
     values = vars(module).values()
     epsilons = {v for v in values if isinstance(v, float) and 0.0 <= v < 0.1}
@@ -289,6 +311,8 @@ def _rules(module: torch.nn.Module, names: list[str]) -> list[Rule]:
         epsilons.add(torch.finfo(torch.float32).eps)
     first, second = (*names, None, None)[:2]
     roles = [(first, second), (second, first)] if second else [(first, None)]
+    if gated:
+        return [Rule("gated_rms_norm", eps, 0.0, first) for eps in sorted(epsilons)]
     rules = []
     for eps in sorted(epsilons):
         for weight, bias in roles:

@@ -24,6 +24,7 @@ from .. import aten
 from . import state
 from .bytecode import named_ops, reading
 from .classes import author_of, patched_class
+from .forwards import mixers
 from .report import LOGP, Kind, Left, Options, Replaced
 from .state import Action, Attention, Notes, Part, Survey, original_config, user_class
 
@@ -66,8 +67,7 @@ _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "L
 #: config does not say what kinds its layers are.
 NOT_COVERED = frozenset({
     "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
-    "minimax", "falcon_h1", "kimi_linear", "olmo_hybrid", "xlstm",
+    "granitemoehybrid", "recurrent_gemma", "rwkv", "minimax", "falcon_h1", "kimi_linear", "xlstm",
 })  # fmt: skip
 _NOT_COVERED_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "hybrid", "recurrent"})
 
@@ -252,6 +252,8 @@ def forward_by_class(module: nn.Module, cls: type) -> tuple[str, str | None] | N
     if isinstance(module, nn.Embedding):
         kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
         return kind, _why_not_embedding(module, cls)
+    if mixers.mixer_of(cls) is not None:
+        return mixers.MIXER, _why_not_mixer(module)
     if experts.is_experts(module):
         many = f"{module.num_experts} experts; ck.grouped_linear takes at most {MAX_EXPERTS}"
         reason = many if module.num_experts > MAX_EXPERTS else experts.why_not(module)
@@ -291,6 +293,14 @@ def _why_not_linear(module: nn.Linear, cls: type) -> str | None:
     if cls.forward is not nn.Linear.forward:
         return "a subclass of nn.Linear with a forward of its own (quantised?)"
     return why_not_parameters(module, "weight")
+
+
+def _why_not_mixer(module: nn.Module) -> str | None:
+    """Why a known mixer of linear attention is left: also if its convolution is."""
+    if hides(module.conv1d, mixers.CONVOLUTION):
+        return "its convolution has a forward of its own"
+    reason = mixers.why_not(module) or why_not_parameters(module)
+    return reason or why_not_parameters(module.conv1d)
 
 
 def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:

@@ -72,6 +72,8 @@ _TINY = {
     "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "lru_width": HIDDEN,
     "vocab_size": VOCABULARY, "attention_hidden_size": HIDDEN, "adapter_rank": 8,
     "pad_token_id": 0, "attention_dropout": 0.0, "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "attn_layer_period": 2, "attn_layer_offset": 1,
 }  # fmt: skip
 _OFF = ("dropout", "pdrop", "drop_rate", "_dropout_prob", "layerdrop", "layer_dropout")
@@ -429,7 +431,8 @@ _HEADER = """# Which causal LMs are complete
 | Mixtral, OLMoE, Qwen 2 MoE, Qwen 3 MoE | yes | in `tree` | one GPU, in `chain` |
 | DeepSeek-V3, gpt-oss, Llama 4 (text), GLM-4 MoE | yes | refused | refused |
 | Qwen2.5-VL and others with images | the text, with [`skip=`](model.md) | refused | refused |
-| Qwen3-Next, Nemotron-H, Granite 4 hybrid, Falcon-H1, Jamba | refused | refused | refused |
+| Qwen3-Next, Qwen 3.5 and its MoE (text), OLMo Hybrid | yes | refused | refused |
+| Nemotron-H, Granite 4 hybrid, Falcon-H1, Jamba | refused | refused | refused |
 | FP8, INT8, INT4 weights | left, so `strict=True` refuses | refused | refused |
 
 Below: every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the

@@ -61,9 +61,26 @@ MIXTURES = {
 }
 
 
+_MIXERS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_SHARED = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
+#: Hybrids of attention and the gated delta rule, likewise; OLMo's beta goes up to 2.
+HYBRIDS = {
+    "qwen3_next": ("Qwen3NextConfig", {**_MIXERS, **_SHARED, "mlp_only_layers": [0]}),
+    "qwen3_5": ("Qwen3_5TextConfig", _MIXERS),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_MIXERS, **_SHARED}),
+    "olmo_hybrid": ("OlmoHybridConfig", _MIXERS),
+}
+
+
 def model(name: str, seed: int = 0, **settings: object) -> torch.nn.Module:
     """bf16, in evaluation; every parameter random, norms' and biases' as well."""
-    config, differs = (FAMILIES | MIXTURES)[name]
+    config, differs = (FAMILIES | MIXTURES | HYBRIDS)[name]
     torch.manual_seed(seed)
     made = getattr(transformers, config)(**{**_SIZES, **differs, **settings})
     net = transformers.AutoModelForCausalLM.from_config(made)

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from ....integrations import packs
 from ....integrations import transformers as integration
 from ....norm import op as norm_op
 from ....norm.config import RMS
 from ....rowwise import op
 from ..bytecode import global_function, is_formula
 from ..state import Part, eps_of, main_grad_of, parameter_of
+from . import mixers
 from .layers import gate_product, is_ours, is_plain_pair
 
 #: Module of transformers whose `GradientCheckpointingLayer` wraps the forwards of its subclasses.
@@ -40,6 +42,8 @@ def forward_kind(part: Part, attends: bool) -> str | None:
         return "positions"
     if attends and is_base_model(part.module, cls):
         return "base_model"
+    if (kind := mixers.model_kind(part.module)) is not None:
+        return kind
     return _kind_by_formula(cls)
 
 
@@ -448,7 +452,11 @@ def _masks(
 
 _BY_FORMULA = {"residual": _fused_layer, "mlp": _fused_mlp, "attention": _rotating}
 #: Name of a forward of ours -> the arguments with which it calls the author's.
-_ARGUMENTS = {"positions": _with_positions, "base_model": _with_masks}
+_ARGUMENTS = {
+    "positions": _with_positions,
+    "base_model": _with_masks,
+    mixers.BASE_MODEL: packs.with_sequences,
+}
 
 
 def forward_of(kind: str, cls: type) -> Callable:
@@ -460,6 +468,8 @@ def forward_of(kind: str, cls: type) -> Callable:
     author = cls.forward
     if kind in _BY_FORMULA:
         return _BY_FORMULA[kind](cls) if _kind_by_formula(cls) == kind else author
+    if kind == mixers.STATEFUL:
+        return author
     names = list(inspect.signature(author).parameters)[1:]
     changed = _ARGUMENTS[kind]
 

@@ -1,0 +1,484 @@
+"""Hybrids with the gated delta rule under `ck.patch`: rows, packs, caches, gradients."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+import cute_kernels as ck
+from cute_kernels.errors import PatchError
+from cute_kernels.integrations import linear_cache, packs
+from cute_kernels.model.patch import state
+from cute_kernels.model.patch.forwards import mixers
+from tests.contract import same_bytes
+from tests.model.patch import all_causal_lms, families
+from tests.model.refusals import raises
+
+#: A mixture whose layers other names cover goes by night.
+NAMES = [
+    pytest.param(name, marks=pytest.mark.nightly) if name == "qwen3_5_moe" else name
+    for name in families.HYBRIDS
+]
+each = pytest.mark.parametrize("name", NAMES)
+MIXER = "model.layers.0.linear_attn"
+OURS = {"ck.chunk_gated_delta_rule", "ck.causal_conv1d_fn", "ck.gated_rms_norm"}
+
+
+@pytest.fixture(scope="module")
+def patched():
+    """Name -> (the model, patched, what the patch said): made once."""
+    made: dict[str, tuple[torch.nn.Module, object]] = {}
+
+    def get(name: str):
+        if name not in made:
+            net = families.model(name)
+            made[name] = net, ck.patch(net, strict=True)
+        return made[name]
+
+    return get
+
+
+@each
+def test_rows_keep_their_bytes(patched, name):
+    """Alone, in a batch, padded, in chunks, decoded, in a static cache, packed; and gradients."""
+    net, report = patched(name)
+    assert report.complete and {one.by for one in report.replaced} >= OURS
+    assert all_causal_lms.differing(net) == []
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Logits, and the gradients of a mixer's parameters for a gradient of the logits."""
+    net.zero_grad()
+    out = net(families.TOKENS, use_cache=False).logits
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    out.backward(upstream.to(out.dtype))
+    mine = {n: p.grad for n, p in net.get_submodule(MIXER).named_parameters()}
+    return {"logits": out.detach(), **mine}
+
+
+@each
+def test_values_against_float64(patched, name):
+    """Not twice as far from the model in float64 as the unpatched one in bf16.
+
+    The norms of q and k are rounded, which transformers keeps in float32.
+    """
+    eager = families.model(name)
+    eager.set_attn_implementation("eager")
+    if all_causal_lms.is_moe(eager):
+        eager.set_experts_implementation("eager")
+    exact = gradients(copy.deepcopy(eager).double())
+    torchs, ours = gradients(eager), gradients(patched(name)[0])
+    assert len(ours) >= 8
+    for part, want in exact.items():
+        error, bound = ((t[part].double() - want).norm() for t in (ours, torchs))
+        assert error <= 2 * bound + 2e-3 * want.norm(), part
+
+
+# ---- a mixer -------------------------------------------------------------------------------------
+
+
+def mixer_of(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, object]:
+    """A mixer of a patched model, and the config."""
+    net = families.model(name).to(dtype)
+    ck.patch(net)
+    return net.get_submodule(MIXER), net.config
+
+
+def hidden(batch: int, length: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, families.HIDDEN, generator=generator).to(dtype)
+
+
+def cache_of(config, recording: bool = False) -> transformers.DynamicCache:
+    cache = transformers.DynamicCache(config=config)
+    if recording:
+        cache.activate_past_recording()
+    return cache
+
+
+@torch.no_grad()
+def through(mixer, x, cuts, cache, mask=None) -> torch.Tensor:
+    """What the mixer gives for x, piece by piece."""
+    ends, rows = [0, *cuts, x.shape[1]], []
+    for first, end in itertools.pairwise(ends):
+        part = None if mask is None else mask[:, first:end]
+        rows.append(mixer(x[:, first:end], cache_params=cache, attention_mask=part))
+    return torch.cat(rows, 1)
+
+
+#: More than two chunks of 64.
+LENGTH = 150
+#: By day: the dtype that hides nothing, and the one that models have.
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)]
+
+
+def surroundings(mixer, config, dtype) -> list[str]:
+    """In which a row of a mixer has other bytes than in a whole pass."""
+    x, near = hidden(1, LENGTH, 1, dtype), hidden(2, LENGTH + 9, 2, dtype)
+    near[0] = float("nan")
+    with torch.no_grad():
+        want = mixer(x)
+    rows = {
+        name: through(mixer, x, cuts, cache_of(config))
+        for name, cuts in {
+            "chunks": sorted(random.Random(0).sample(range(1, LENGTH), 5)),
+            "grid": [64, 128],
+            "tokens": range(60, 70),
+        }.items()
+    }
+    for side, first in (("left", 9), ("right", 0)):
+        padded, mask = F.pad(x, (0, 0, first, 9 - first), value=3.0), torch.ones(3, LENGTH + 9)
+        mask[1, :first], mask[1, LENGTH + first :] = 0, 0
+        batch = torch.cat([near[:1], padded, near[1:]])
+        with torch.no_grad():
+            whole = mixer(batch, attention_mask=mask)
+        cached = through(mixer, batch, [70, 71, 140], cache_of(config), mask)
+        for name, out in ((side, whole), (f"{side}, chunks", cached)):
+            rows[name] = out[1:2, first : first + LENGTH]
+            if out[1][mask[1] == 0].any():
+                rows[f"{name}: padding"] = out[1:2]
+    with torch.no_grad():
+        pack = torch.cat([near[1:, :11], x, near[1:, :70]], 1)
+        offsets = torch.tensor([0, 11, 11, 11 + LENGTH, pack.shape[1]], dtype=torch.int32)
+        rows["pack"] = mixer(pack, cu_seq_lens_q=offsets)[:, 11 : 11 + LENGTH]
+        numbers = torch.repeat_interleave(torch.tensor([5, 7, 2]), torch.tensor([11, LENGTH, 70]))
+        twice = mixer(pack.expand(2, -1, -1), seq_idx=numbers.expand(2, -1))
+        rows["packs"] = twice[1:, 11 : 11 + LENGTH]
+    return [name for name, out in rows.items() if not same_bytes(out, want)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid"])
+def test_rows_of_a_mixer(name, dtype):
+    """Beside NaN, with padding that is not zero, and whatever a cache has."""
+    assert surroundings(*mixer_of(name, dtype), dtype) == []
+
+
+def with_states_at_tokens(monkeypatch):
+    """The state moves on at every multiple of 16 tokens."""
+    monkeypatch.setattr(linear_cache, "DELTA_CHUNK", 16)
+    return {"chunks", "tokens", "left, chunks", "right, chunks"}
+
+
+def without_the_mask(monkeypatch):
+    """Padding is tokens, as in a state that a batch shares."""
+    of = packs.sequences_of
+    monkeypatch.setattr(packs, "sequences_of", lambda x, mask, options: of(x, None, options))
+    return {"left", "left: padding", "right: padding"}
+
+
+def without_offsets(monkeypatch):
+    """The convolution reads over the beginning of a sequence of a pack."""
+    whole = mixers.linear_attn.causal_conv1d_fn
+
+    def convolve(*args, cu_seqlens, **options):
+        return whole(*args, **options)
+
+    monkeypatch.setattr(mixers.linear_attn, "causal_conv1d_fn", convolve)
+    return {"pack", "packs", "left", "right"}
+
+
+@pytest.mark.parametrize("mutant", [with_states_at_tokens, without_the_mask, without_offsets])
+def test_mutants_are_noticed(monkeypatch, mutant):
+    mixer, config = mixer_of("olmo_hybrid", torch.float32)
+    want = mutant(monkeypatch)
+    assert want <= set(surroundings(mixer, config, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_dropped_leaves_no_trace(dtype):
+    """Drafts of any length across chunks, accepted in part; after them other tokens."""
+    mixer, config = mixer_of("qwen3_next", dtype)
+    x, drafts, choice = hidden(1, LENGTH, 1, dtype), hidden(1, 400, 3, dtype), random.Random(1)
+    with torch.no_grad():
+        want = mixer(x)
+    cache, at, rows = cache_of(config, recording=True), 50, []
+    rows.append(through(mixer, x[:, :at], [], cache))
+    while at < LENGTH:
+        good, bad = choice.randrange(1, 30), choice.randrange(0, 40)
+        part = x[:, at : at + good]
+        draft = torch.cat([part, drafts[:, at : at + bad]], 1)
+        # A draft model goes token by token, the model takes all at once.
+        cuts = range(1, draft.shape[1]) if bad % 2 else []
+        rows.append(through(mixer, draft, cuts, cache)[:, : part.shape[1]])
+        cache.crop(-bad)
+        at += good
+    assert same_bytes(torch.cat(rows, 1), want)
+
+
+def test_what_transformers_does_to_a_layer():
+    """Reordered, repeated, moved, copied and reset, it goes on as its sequences alone."""
+    mixer, config = mixer_of("olmo_hybrid", torch.bfloat16)
+    x, rest = hidden(3, 70, 1, torch.bfloat16), hidden(4, 3, 2, torch.bfloat16)
+    mask = torch.ones(3, 70)
+    mask[1, :20] = 0
+    cache = cache_of(config)
+    through(mixer, x, [66], cache, mask)
+    layer, order = cache.layers[0], [2, 1, 1, 0]
+    assert layer.is_croppable and layer.open == [6, 50, 6] and not layer.is_compileable
+    kept = copy.deepcopy(cache)
+    layer.reorder_cache(torch.tensor([2, 1, 0]))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0, 2, 3, 5]))
+    layer.offload()
+    layer.prefetch()
+    out = through(mixer, rest, [1], cache)
+    for b, first in enumerate(order):
+        alone = x[first : first + 1, 20 * (first == 1) :]
+        want = through(mixer, torch.cat([alone, rest[b : b + 1]], 1), [], None)[:, -3:]
+        assert same_bytes(out[b : b + 1], want)
+    again = through(mixer, rest[:3], [], kept)
+    assert same_bytes(again[1:2], out[1:2])
+    layer.reset()
+    assert same_bytes(through(mixer, x[:2], [], cache), through(mixer, x[:2], [], None))
+
+
+# ---- generation ----------------------------------------------------------------------------------
+
+NEW = 8
+
+
+def generated(net: torch.nn.Module, prompts: torch.Tensor, **options: object):
+    """Ids and the logits [B, NEW, vocabulary] that they were chosen by."""
+    net.generation_config.eos_token_id = None
+    options |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    out = net.generate(prompts, output_logits=True, return_dict_in_generate=True, **options)
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
+def test_what_is_generated_has_the_logits_of_training(patched, name):
+    """Padded prompts, token by token; and drafts that prompt lookup or a model makes."""
+    net, _ = patched(name)
+    prompts = families.ids(3, 61, seed=5)
+    mask = torch.ones_like(prompts)
+    mask[0, :7], mask[2, :2] = 0, 0
+    ids, logits = generated(net, prompts, attention_mask=mask)
+    mask = F.pad(mask, (0, NEW), value=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    want = families.logits(net, ids, attention_mask=mask, position_ids=positions)
+    assert same_bytes(logits.to(want.dtype), want[:, -NEW - 1 : -1])
+    twice = prompts[1:2, :31].repeat(1, 2)
+    want, draft = generated(net, twice), families.model(name, seed=0)
+    with torch.no_grad():
+        draft.model.layers[0].mlp.down_proj.weight *= 1.1
+    ck.patch(draft, strict=True)
+    draft.generation_config.eos_token_id = None
+    for helper in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
+        assert all(map(same_bytes, generated(net, twice, **helper), want)), helper
+    ck.unpatch(draft)
+    with pytest.raises(ValueError, match="stateful"):
+        generated(draft, twice, prompt_lookup_num_tokens=4)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def stepped(net: torch.nn.Module, **inputs: object) -> list[torch.Tensor]:
+    """Logits, and all gradients for a gradient of the logits."""
+    net.zero_grad()
+    out = net(**inputs).logits
+    out.backward(torch.ones_like(out) * torch.arange(out.shape[-1]).to(out.dtype))
+    return [out.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+def test_a_cache_and_checkpoints_change_no_gradient(patched):
+    """transformers makes a cache in training unless it is told not to."""
+    net, _ = patched("olmo_hybrid")
+    inputs = {"input_ids": families.ids(2, 70)}
+    want = stepped(net, use_cache=False, **inputs)
+    assert all(map(same_bytes, stepped(net, use_cache=True, **inputs), want))
+    net.train().gradient_checkpointing_enable()
+    got = stepped(net, **inputs)
+    net.eval().gradient_checkpointing_disable()
+    assert len(want) == len(got) and all(map(same_bytes, got, want))
+
+
+def test_packs_of_every_kind(patched):
+    """By lengths, by numbers and by positions, of one row and of two."""
+    net, _ = patched("olmo_hybrid")
+    parts = [families.ids(1, n, seed=n) for n in (19, 70, 33)]
+    want = [families.logits(net, part) for part in parts]
+    ids = torch.cat(parts, 1)
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    lengths = torch.tensor([0, 19, 89, 122], dtype=torch.int32)
+    told = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    for batch, inputs in ((1, {}), (2, {}), (1, told)):
+        rows = ids.expand(batch, -1)
+        out = families.logits(net, rows, position_ids=positions.expand(batch, -1), **inputs)
+        pieces = out[batch - 1 :].split([19, 70, 33], 1)
+        assert all(map(same_bytes, map(torch.Tensor.contiguous, pieces), want)), (batch, inputs)
+
+
+def test_gradients_go_to_main_grad_in_one_order():
+    """Of a mixer's own parameters: one batch, or one micro-batch for each sequence."""
+    net = families.model("olmo_hybrid")
+    report = ck.patch(net, strict=True, main_grad=True)
+    assert not report.main_grad_left and not report.main_grad_shared
+    tokens = families.ids(3, 70)
+    mine = {n: p for n, p in net.get_submodule(MIXER).named_parameters() if p.dim() != 2}
+    assert set(mine) == {"A_log", "dt_bias", "conv1d.weight", "o_norm.weight"}
+    sums = []
+    for groups in (tokens.split(3), tokens.split(1)):
+        for parameter in net.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+        for group in groups:
+            out = net(group, use_cache=False).logits
+            out.backward(torch.ones_like(out) * torch.arange(out.shape[-1]).to(out.dtype))
+        assert all(p.grad is None for p in net.parameters())
+        sums.append({n: p.main_grad for n, p in mine.items()})
+    assert all(sums[0][n].any() for n in mine)
+    # Rows of the gated norm are added in parts that do not end with a sequence of 70 tokens.
+    apart = {n for n in mine if not same_bytes(sums[0][n], sums[1][n])}
+    assert apart <= {"o_norm.weight"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", families.HYBRIDS)
+def test_audits(name):
+    net = families.model(name)
+    report = ck.patch(net, strict=True, main_grad=True)
+    sequences = [families.ids(1, length, seed=length)[0] for length in (19, 70, 33)]
+    found = ck.audit(net, sequences)
+    assert found.ok, str(found)
+    for key, parameter in net.named_parameters():
+        parameter.requires_grad_(key not in report.main_grad_left)
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    found = ck.audit(net, sequences, transforms=["micro_batches", "gradient_repeat"])
+    assert found.ok and not found.information, str(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_adapters(first):
+    peft = pytest.importorskip("peft", reason="peft is not installed: .[trl]")
+    net = families.model("qwen3_next")
+    if first == "patch":
+        ck.patch(net, strict=True)
+    config = peft.LoraConfig(r=8, target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj"])
+    wrapped = peft.get_peft_model(net, config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    assert ck.patch(wrapped, strict=True).complete
+    net = wrapped.eval().get_base_model()
+    # A frozen embedding has no gradient.
+    assert [one for one in all_causal_lms.differing(net) if "retain_grad" not in one] == []
+
+
+# ---- the way back, and refusals ------------------------------------------------------------------
+
+
+def test_the_way_back():
+    net = families.model("olmo_hybrid")
+    want, stateful = families.logits(net, families.TOKENS), type(net)._is_stateful
+    ck.patch(net, strict=True)
+    assert stateful and not net._is_stateful and not net.model._is_stateful
+    ours = families.logits(net, families.TOKENS)
+    assert same_bytes(families.logits(copy.deepcopy(net), families.TOKENS), ours)
+    ck.unpatch(net)
+    assert net._is_stateful and {state.kind_of(m) for m in net.modules()} == {None}
+    assert same_bytes(families.logits(net, families.TOKENS), want)
+
+
+def of_width(width: int):
+    def change(mixer: torch.nn.Module) -> None:
+        sizes = mixer.conv_dim, mixer.conv_dim, width
+        mixer.conv1d = torch.nn.Conv1d(*sizes, groups=mixer.conv_dim, bias=False).bfloat16()
+
+    return change
+
+
+def hooked(mixer: torch.nn.Module) -> None:
+    mixer.conv1d.forward = lambda x: x
+
+
+def full(mixer: torch.nn.Module) -> None:
+    mixer.conv1d = torch.nn.Conv1d(mixer.conv_dim, mixer.conv_dim, 4).bfloat16()
+
+
+#: What is changed in a mixer -> why it is left.
+LEFT = {
+    "width": (of_width(5), "a convolution of width 5"),
+    "channels": (full, "no depthwise nn.Conv1d"),
+    "forward": (hooked, "its convolution has a forward of its own"),
+    "activation": (lambda m: setattr(m, "activation", "gelu"), "activation = 'gelu'"),
+    "sizes": (lambda m: setattr(m, "head_k_dim", 12), "head sizes [12, 24]"),
+}
+
+
+@pytest.mark.parametrize("change", LEFT)
+def test_mixers_that_are_left(change):
+    function, text = LEFT[change]
+    net = families.model("olmo_hybrid")
+    function(net.get_submodule(MIXER))
+    with pytest.raises(PatchError, match=re.escape(text)):
+        ck.patch(net, strict=True)
+    assert net._is_stateful
+
+
+def filled(config) -> transformers.DynamicCache:
+    cache = transformers.DynamicCache(config=config)
+    plain = families.model("olmo_hybrid")
+    plain(families.TOKENS[:1], past_key_values=cache)
+    return cache
+
+
+LENGTHS = torch.tensor([0, 17], dtype=torch.int32)
+#: Call of a model -> what is said.
+REFUSED = [
+    (lambda net: {"past_key_values": filled(net.config)}, "ArgumentValueError ... past_key_values"),
+    (lambda net: {"past_key_values": transformers.DynamicCache()}, "ArgumentValueError ... empty"),
+    (lambda net: {"attention_mask": torch.ones(1, 1, 17, 17).bool()}, "ArgumentValueError ... [B"),
+    (
+        lambda net: {"cu_seq_lens_q": LENGTHS, "past_key_values": cache_of(net.config)},
+        "ArgumentValueError ... past_key_values: expected None with a pack",
+    ),
+    (lambda net: {"is_causal": False}, "ArgumentValueError ... is_causal"),
+    (lambda net: {"score_mod": 1, "use_cache": False}, "ArgumentValueError ... score_mod"),
+]
+
+
+@pytest.mark.parametrize("inputs, said", REFUSED)
+def test_calls_that_are_refused(patched, inputs, said):
+    net, _ = patched("olmo_hybrid")
+    with raises(said):
+        net(families.TOKENS[:1], **inputs(net))
+
+
+def test_tensors_that_are_refused(patched):
+    mixer, config = mixer_of("olmo_hybrid", torch.float32)
+    x = hidden(2, 5, 1, torch.float32)
+    mask, offsets = torch.ones(2, 5), torch.tensor([0, 5])
+    for inputs, said in (
+        ({"attention_mask": mask[:, 1:]}, "ShapeError ... attention_mask: expected [2, 5]"),
+        ({"attention_mask": mask, "seq_idx": mask}, "ArgumentValueError ... seq_idx: expected No"),
+        ({"cu_seq_lens_q": offsets}, "ArgumentValueError ... cu_seq_lens_q: expected a batch of 1"),
+        ({"seq_idx": mask[:, 1:]}, "ShapeError ... seq_idx: expected [2, 5]"),
+    ):
+        with raises(said):
+            mixer(x, **inputs)
+    # One mask, written to in between.
+    whole = mixer(x, attention_mask=mask)
+    mask[0, 0] = 0
+    assert not same_bytes(mixer(x, attention_mask=mask)[:1], whole[:1])
+    cache = cache_of(config)
+    through(mixer, x, [], cache)
+    with raises("ArgumentValueError ... past_key_values: expected a cache of 1 sequences"):
+        mixer(x[:1], cache_params=cache)
+    with raises("ArgumentValueError ... tokens_to_remove: expected 0 or a number ... -5 on"):
+        cache.layers[0].crop(-6)
+    mixer.activation = "gelu"
+    with raises("PatchError ... activation: expected 'silu'"):
+        mixer(x)
