@@ -47,6 +47,7 @@ SYSTEMS = (
             "gated_rms_norm": "gated_norm",
         },
         launcher=None,
+        perf="linear_attn",
         modules=("op", "op_delta", "op_gate", "op_ssd", "op_gated_norm"),
     ),
     System(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -119,6 +120,17 @@ def bench_suite(
     found = passes.bench(suite, todo, names, **options)
     promised = {name for name, rival in suite.rivals.items() if rival.promised}
     judged("bench", found, line or passes.line, lambda body: body["system"] in promised)
+
+
+def in_time(todo: list, seconds: float) -> Iterator:
+    """Yield the cases that begin within so many seconds; one line says how many do not."""
+    end = time.monotonic() + seconds
+    for index, case in enumerate(todo):
+        if time.monotonic() >= end:
+            left = len(todo) - index
+            say(f"not begun after {seconds:.0f} s: {left} cases, the first {case.product}")
+            return
+        yield case
 
 
 def soaked(found: Iterable[dict | str]) -> None:

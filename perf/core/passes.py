@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Suite:
     """Subject of a bench.
 
     kernel: Its name in the records.  op: The op whose contract ours keeps.
+    ops: Product -> another op, of those that have one.
     check: (rival, call, case, operands) -> fields of a record; what it raises is recorded.
     facts: (case, median in us, ceilings) -> more fields of a record that has a time.
     compares: Whether a record has the distance of the results from ours.
@@ -48,6 +49,7 @@ class Suite:
     check: Callable[[Rival, Call, Any, Inputs], dict] = repeated
     facts: Callable[[Any, float, dict], dict] = lambda case, median_us, ceilings: {}
     compares: bool = True
+    ops: Mapping[str, str] = field(default_factory=dict)
 
 
 def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, Start]:
@@ -181,7 +183,8 @@ def bench(
         for name, body in bodies.items():
             body |= common | {"clocks": clocks}
             if suite.rivals[name].promised:
-                body["contract_id"] = ck.contract_id(suite.rivals[name].op or suite.op, device)
+                op = suite.rivals[name].op or suite.ops.get(case.product, suite.op)
+                body["contract_id"] = ck.contract_id(op, device)
             record.append(output, body)
             yield body
         torch.cuda.empty_cache()

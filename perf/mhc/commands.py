@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from ..core import commands as verbs
-from ..core.commands import Commit, Output, Target, bench_suite, chosen, counted, need_gpu, say
+from ..core.commands import Commit, Output, Target, bench_suite, chosen, counted, in_time, need_gpu
 from . import cases
 
 _TOKENS = {str(m): m for m in (*cases.FEW_TOKENS, *cases.TOKENS)}
@@ -62,18 +60,8 @@ def bench_mhc(
 
     # TransformerEngine's gradient of phi is a product of cuBLAS, in TF32 as in its own library.
     torch.backends.cuda.matmul.allow_tf32 = True
-    end = time.monotonic() + seconds
-
-    def in_time() -> Iterator[cases.Case]:
-        for index, case in enumerate(todo):
-            if time.monotonic() >= end:
-                left = len(todo) - index
-                say(f"not begun after {seconds:.0f} s: {left} cases, the first {case.product}")
-                return
-            yield case
-
     options = {"output": output, "rounds": rounds, "commit": commit}
-    bench_suite(SUITE, in_time(), rivals, **options)
+    bench_suite(SUITE, in_time(todo, seconds), rivals, **options)
 
 
 @verbs.profile.command("mhc")

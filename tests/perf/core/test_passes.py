@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from perf.core import passes, record, timing
+from perf.linear_attn import cases as linear_attn_cases
+from perf.linear_attn import rivals as linear_attn
 from perf.logp import bench as logp
 from perf.logp import cases as logp_cases
 from perf.mhc import cases as mhc_cases
@@ -20,6 +22,11 @@ from tests.perf.core.clocks import HostClock
 SUITES = {
     "logp": (logp.SUITE, [logp_cases.Case("bwd", "tiny", 32)], ["ours", "torch", "cce"]),
     "norm": (norm.SUITE, norm_cases.cases(["rms_norm"], [(24, 64)]), ["ours", "torch", "copy"]),
+    "linear_attn": (
+        linear_attn.SUITE,
+        [linear_attn_cases.Conv("bwd", 1, 24, 64), linear_attn_cases.Delta("fwd", 1, 24, 1, 2, 16)],
+        ["ours", "fla", "copy"],
+    ),
     "mhc": (mhc.SUITE, mhc_cases.cases(["expand"], [(16, 64)]), ["ours", "te", "copy"]),
 }
 
@@ -46,11 +53,11 @@ def test_every_case_has_a_record_of_every_rival(name, tmp_path):
         if suite.rivals[body["system"]].promised:
             assert body["status"] == "ok" and body["contract_id"]
             assert all(body["bitwise"].values()) and body["bitwise"]["repeat"]
-        elif body["system"] in ("te", "cce"):
+        elif body["system"] in ("te", "cce", "fla"):
             assert body["status"] == "absent" and body["why"]
         else:
             assert body["median_us"] > 0 and set(body["ratio"]) == {"ours", *names[1:]} - {
-                body["system"], "te", "cce",
+                body["system"], "te", "cce", "fla",
             }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Linear attention measured: cases, rivals, and its part of the status page."""

@@ -1,0 +1,138 @@
+"""Rivals of the bench of linear attention: flash-linear-attention's Triton kernels, and a copy.
+
+FLA's kernels are tuned at their first call, some 80 configurations of a delta rule's two passes,
+so their compilations run together; see `tuned_together`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ..core.passes import DIRECTIONS, Inputs, Op, Suite, copied, repeated, starts
+from ..core.rival import Call, Rival, by_name, module
+from . import exact
+from .cases import OPS, Case
+from .exact import EPS
+
+#: Relative error beyond which a result is wrong, not rounded: bf16 rounds by 2e-3.
+WRONG = 0.05
+
+
+def _ours() -> dict[str, Op]:
+    import cute_kernels as ck
+
+    def conv(t: Inputs):
+        return (ck.causal_conv1d_fn(t["x"].mT, t["weight"], activation="silu").mT,)
+
+    def gated_norm(t: Inputs):
+        group = _group(t)
+        order = {"norm_before_gate": group is None, "group_size": group}
+        return (ck.gated_rms_norm(t["x"], t["weight"], t["gate"], EPS, **order),)
+
+    rule = functools.partial(_rule, ck.chunk_gated_delta_rule)
+    return {"conv": conv, "gated_norm": gated_norm, "delta": rule, "delta_inside": rule}
+
+
+def _fla() -> dict[str, Op]:
+    convolution = module("fla.modules.convolution").causal_conv1d
+    before = module("fla.modules.fused_norm_gate").rms_norm_gated
+    after = module("fla.modules.layernorm_gated").rmsnorm_fn
+    rule = functools.partial(_rule, module("fla.ops.gated_delta_rule").chunk_gated_delta_rule)
+
+    def conv(t: Inputs):
+        return convolution(t["x"], t["weight"], activation="silu")[:1]
+
+    def gated_norm(t: Inputs):
+        if (group := _group(t)) is None:
+            return (before(t["x"], t["gate"], t["weight"], None, eps=EPS),)
+        order = {"group_size": group, "norm_before_gate": False}
+        return (after(t["x"], t["weight"], None, t["gate"], EPS, **order),)
+
+    return {"conv": conv, "gated_norm": gated_norm, "delta": rule, "delta_inside": rule}
+
+
+def _group(t: Inputs) -> int | None:
+    """Elements of a group where the norm comes after the gate: eight groups a row of 4096."""
+    heads, width = t["x"].shape[1:]
+    return width // 8 if heads == 1 else None
+
+
+def _rule(run: Op, t: Inputs):
+    """Both libraries have the names and layouts of flash-linear-attention."""
+    gate = {name: t[name] for name in ("A_log", "dt_bias") if name in t}
+    if gate:
+        gate |= {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+    return run(t["q"], t["k"], t["v"], t["g"], t["beta"], **gate)[:1]
+
+
+@functools.lru_cache(maxsize=1)
+def _checked(case: Case, device: str) -> tuple[Inputs, dict[str, torch.Tensor]]:
+    """Operands of a case, and its results in float64, for one rival after the other."""
+    t = case.inputs(0, device)
+    return t, exact.results(case, t)
+
+
+def check(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
+    """Errors against float64, each result's; ValueError if one is wrong.  Then the bytes."""
+    small = case.checked()
+    operands, expected = _checked(small, next(iter(t.values())).device.type)
+    # A call of its own: one of a backward keeps its graphs.
+    results = rival.start[case.product](small)(operands)
+    if not results:
+        return {"bitwise": {}}
+    errors = {}
+    for (name, want), result in zip(expected.items(), results, strict=True):
+        difference = small.part(name, result.detach()).double() - want
+        errors[name] = float(difference.norm() / want.norm())
+    if not max(errors.values()) <= WRONG:
+        raise ValueError(f"errors against float64: expected at most {WRONG}, got {errors}")
+    worst = {"relative_error": max(errors.values()), "errors": errors, "tokens": small.tokens}
+    return repeated(rival, call, case, t) | {"check": worst}
+
+
+@contextlib.contextmanager
+def tuned_together(workers: int = min(16, os.cpu_count() or 1)) -> Iterator[None]:
+    """Triton's autotuners compile all configurations of a kernel together, before they time one."""
+    from triton.runtime import _async_compile
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+
+    def compile_all(tuner, kwargs: dict):
+        configs = prune(tuner, kwargs)
+        # A configuration that cannot be compiled raises again where the tuner runs it.
+        with (
+            ThreadPoolExecutor(workers) as pool,
+            _async_compile.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            for config in configs:
+                options = kwargs | {"warmup": True} | config.all_kwargs()
+                tuner.fn.run(*tuner.nargs.values(), **options)
+        return configs
+
+    Autotuner.prune_configs = compile_all
+    try:
+        yield
+    finally:
+        Autotuner.prune_configs = prune
+
+
+RIVALS = by_name(
+    Rival("ours", starts(OPS, _ours), promised=True, ordered=True),
+    Rival("fla", starts(OPS, _fla)),
+    Rival("copy", {f"{op} {way}": copied for op in OPS[:2] for way in DIRECTIONS}),
+)
+_CONTRACTS = {"conv": "causal_conv1d_fn", "gated_norm": "gated_rms_norm"}
+SUITE = Suite(
+    "linear_attn",
+    "chunk_gated_delta_rule",
+    RIVALS,
+    check,
+    ops={f"{op} {way}": name for op, name in _CONTRACTS.items() for way in DIRECTIONS},
+)
