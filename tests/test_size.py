@@ -18,7 +18,7 @@ SLACK, LEAST_SLACK = 0.02, 60
 
 #: Room -> (ceiling, why it was raised last).
 ROOMS: dict[str, tuple[int, str]] = {
-    "cute_kernels": (1642, ""),
+    "cute_kernels": (1643, ""),
     "cute_kernels/cli": (589, ""),
     "cute_kernels/compile": (1732, ""),
     "cute_kernels/cpu": (481, ""),
@@ -35,8 +35,8 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/rowwise": (2574, "parameters of kernels one on a line"),
     "cute_kernels/runtime": (3402, "checks, and Triton tiles of gemm, moe and attention, once"),
     "cute_kernels/sparse_attn": (13680, ""),
-    "docs": (61208, ""),
-    "perf": (13358, ""),
+    "docs": (61455, ""),
+    "perf": (13889, ""),
     "ptxsim": (6335, ""),
     "schedulers": (5962, ""),
     "tests": (10089, "mutants of CPU backends are planted as texts"),
@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/norm": (1833, ""),
     "tests/option_table": (1619, ""),
     "tests/oracles": (1613, ""),
-    "tests/perf": (4838, ""),
+    "tests/perf": (4990, ""),
     "tests/rowwise": (2384, ""),
     "tests/runtime": (2135, ""),
     "tests/schedulers": (4447, ""),
