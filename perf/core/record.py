@@ -27,6 +27,7 @@ DISTRIBUTIONS = (
     "apache-tvm-ffi",
     "quack-kernels",
     "flash-attn-4",
+    "fla-core",
 )
 _SOURCES = ("cute_kernels", "schedulers", "perf")
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.passes import Inputs
-from .cases import Case, Conv, DeltaInside, GatedNorm
+from .cases import GROUPS, Case
 
 EPS = 1e-6
 L2NORM_EPS = 1e-6
@@ -18,17 +18,22 @@ def _conv(t: Inputs) -> torch.Tensor:
     return F.silu(sum(x[:, w : w + rows] * t["weight"][:, w] for w in range(taps)))
 
 
-def _gated_norm(t: Inputs, group: int | None) -> torch.Tensor:
-    gate = F.silu(t["gate"])
-    x = t["x"] if group is None else t["x"] * gate
-    grouped = x.unflatten(-1, (-1, group or x.shape[-1]))
-    y = (grouped / (grouped.square().mean(-1, keepdim=True) + EPS).sqrt()).flatten(-2)
-    return y * t["weight"] * (gate if group is None else 1)
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def _delta(t: Inputs, inside: bool) -> torch.Tensor:
+def _norm_gate(t: Inputs) -> torch.Tensor:
+    return _normalised(t["x"]) * t["weight"] * F.silu(t["gate"])
+
+
+def _gate_norm(t: Inputs) -> torch.Tensor:
+    groups = (t["x"] * F.silu(t["gate"])).unflatten(-1, (GROUPS, -1))
+    return _normalised(groups).flatten(-2) * t["weight"]
+
+
+def _delta(t: Inputs) -> torch.Tensor:
     q, k, v, g, beta = (t[name][0] for name in ("q", "k", "v", "g", "beta"))
-    if inside:
+    if "A_log" in t:
         q, k = (x / (x.square().sum(-1, keepdim=True) + L2NORM_EPS).sqrt() for x in (q, k))
         g = -t["A_log"].exp() * F.softplus(g + t["dt_bias"])
     q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
@@ -47,12 +52,8 @@ def results(case: Case, t: Inputs) -> dict[str, torch.Tensor]:
         name: case.part(name, value.detach()).double().requires_grad_(value.requires_grad)
         for name, value in t.items()
     }
-    if isinstance(case, Conv):
-        out = _conv(leaves)
-    elif isinstance(case, GatedNorm):
-        out = _gated_norm(leaves, case.group)
-    else:
-        out = _delta(leaves, isinstance(case, DeltaInside))
+    ops = {"conv": _conv, "norm_gate": _norm_gate, "gate_norm": _gate_norm}
+    out = ops.get(case.op, _delta)(leaves)
     if case.direction == "fwd":
         return {"out": out.detach()}
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}

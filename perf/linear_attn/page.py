@@ -12,8 +12,7 @@ TITLE = "Linear attention"
 BENCHES = ("linear_attn",)
 #: No line of the README's table: `perf headline` has no time for a rival's tuning.
 SPEED: tuple[Speed, ...] = ()
-_ALL = [case for make in cases.LISTS.values() for case in make()]
-CASES = [(case.product, case.label) for case in _ALL]
+CASES = [(case.product, case.label) for case in cases.ALL]
 _STEPS = ("`python -m perf bench linear_attn`", "docs/linear_attention.md")
 
 
@@ -56,11 +55,10 @@ class Target:
 
 
 _FASTER = {"fwd": 1.5, "bwd": 1.3}
-_DELTAS = ("delta", "delta_inside")
 TARGETS = (
-    *(Target(f"{op} {way}", least, "fla") for op in _DELTAS for way, least in _FASTER.items()),
-    *(Target(f"{op} {way}", 0.85, "copy") for op in ("conv", "gated_norm") for way in _FASTER),
-    *(Target(f"{op} {way}", 1.0, "fla", error=True) for op in _DELTAS for way in _FASTER),
+    *(Target(f"{op} {way}", least, "fla") for op in cases.DELTAS for way, least in _FASTER.items()),
+    *(Target(f"{op} {way}", 0.85, "copy") for op in cases.MOVED for way in _FASTER),
+    *(Target(f"{op} {way}", 1.0, "fla", error=True) for op in cases.DELTAS for way in _FASTER),
 )
 
 

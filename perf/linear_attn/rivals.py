@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ..core import passes
 from ..core.passes import DIRECTIONS, Inputs, Op, Suite, copied, repeated, starts
 from ..core.rival import Call, Rival, by_name, module
 from . import exact
-from .cases import OPS, Case
+from .cases import DELTAS, GROUPS, MOVED, OPS, Case
 from .exact import EPS
 
 #: Relative error beyond which a result is wrong, not rounded: bf16 rounds by 2e-3.
@@ -27,40 +28,34 @@ WRONG = 0.05
 def _ours() -> dict[str, Op]:
     import cute_kernels as ck
 
-    def conv(t: Inputs):
-        return (ck.causal_conv1d_fn(t["x"].mT, t["weight"], activation="silu").mT,)
-
-    def gated_norm(t: Inputs):
-        group = _group(t)
-        order = {"norm_before_gate": group is None, "group_size": group}
+    def norm(before: bool, group: int | None, t: Inputs):
+        order = {"norm_before_gate": before, "group_size": group}
         return (ck.gated_rms_norm(t["x"], t["weight"], t["gate"], EPS, **order),)
 
-    rule = functools.partial(_rule, ck.chunk_gated_delta_rule)
-    return {"conv": conv, "gated_norm": gated_norm, "delta": rule, "delta_inside": rule}
+    return {
+        "conv": lambda t: (ck.causal_conv1d_fn(t["x"].mT, t["weight"], activation="silu").mT,),
+        "norm_gate": functools.partial(norm, True, None),
+        "gate_norm": lambda t: norm(False, t["x"].shape[-1] // GROUPS, t),
+        **dict.fromkeys(DELTAS, functools.partial(_rule, ck.chunk_gated_delta_rule)),
+    }
 
 
 def _fla() -> dict[str, Op]:
-    convolution = module("fla.modules.convolution").causal_conv1d
+    conv = module("fla.modules.convolution").causal_conv1d
     before = module("fla.modules.fused_norm_gate").rms_norm_gated
     after = module("fla.modules.layernorm_gated").rmsnorm_fn
-    rule = functools.partial(_rule, module("fla.ops.gated_delta_rule").chunk_gated_delta_rule)
+    rule = module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
-    def conv(t: Inputs):
-        return convolution(t["x"], t["weight"], activation="silu")[:1]
-
-    def gated_norm(t: Inputs):
-        if (group := _group(t)) is None:
-            return (before(t["x"], t["gate"], t["weight"], None, eps=EPS),)
-        order = {"group_size": group, "norm_before_gate": False}
+    def gate_norm(t: Inputs):
+        order = {"group_size": t["x"].shape[-1] // GROUPS, "norm_before_gate": False}
         return (after(t["x"], t["weight"], None, t["gate"], EPS, **order),)
 
-    return {"conv": conv, "gated_norm": gated_norm, "delta": rule, "delta_inside": rule}
-
-
-def _group(t: Inputs) -> int | None:
-    """Elements of a group where the norm comes after the gate: eight groups a row of 4096."""
-    heads, width = t["x"].shape[1:]
-    return width // 8 if heads == 1 else None
+    return {
+        "conv": lambda t: conv(t["x"], t["weight"], activation="silu")[:1],
+        "norm_gate": lambda t: (before(t["x"], t["gate"], t["weight"], None, eps=EPS),),
+        "gate_norm": gate_norm,
+        **dict.fromkeys(DELTAS, functools.partial(_rule, rule)),
+    }
 
 
 def _rule(run: Op, t: Inputs):
@@ -92,8 +87,14 @@ def check(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
         errors[name] = float(difference.norm() / want.norm())
     if not max(errors.values()) <= WRONG:
         raise ValueError(f"errors against float64: expected at most {WRONG}, got {errors}")
-    worst = {"relative_error": max(errors.values()), "errors": errors, "tokens": small.tokens}
+    worst = {"relative_error": max(errors.values()), "errors": errors, "rows": small.rows}
     return repeated(rival, call, case, t) | {"check": worst}
+
+
+def line(body: dict) -> str:
+    """One record for the terminal, and its error."""
+    error = body.get("check", {}).get("relative_error")
+    return passes.line(body) + ("" if error is None else f"  err {error:.1e}")
 
 
 @contextlib.contextmanager
@@ -126,9 +127,9 @@ def tuned_together(workers: int = min(16, os.cpu_count() or 1)) -> Iterator[None
 RIVALS = by_name(
     Rival("ours", starts(OPS, _ours), promised=True, ordered=True),
     Rival("fla", starts(OPS, _fla)),
-    Rival("copy", {f"{op} {way}": copied for op in OPS[:2] for way in DIRECTIONS}),
+    Rival("copy", {f"{op} {way}": copied for op in MOVED for way in DIRECTIONS}),
 )
-_CONTRACTS = {"conv": "causal_conv1d_fn", "gated_norm": "gated_rms_norm"}
+_CONTRACTS = dict.fromkeys(MOVED, "gated_rms_norm") | {"conv": "causal_conv1d_fn"}
 SUITE = Suite(
     "linear_attn",
     "chunk_gated_delta_rule",

@@ -14,21 +14,15 @@ from perf.linear_attn import cases, page
 from perf.linear_attn.rivals import RIVALS, SUITE, WRONG, check, tuned_together
 from tests.perf.records import bench
 
-ALL = [case for make in cases.LISTS.values() for case in make()]
-
 
 def tiny(case: cases.Case) -> cases.Case:
-    """The case at a size that a CPU runs: ragged chunks, as many heads a k head."""
-    if isinstance(case, cases.Conv):
-        return dataclasses.replace(case, rows=9, channels=16)
-    if isinstance(case, cases.GatedNorm):
-        group = case.group and 4
-        return dataclasses.replace(case, rows=5, heads=min(case.heads, 3), width=32, group=group)
-    heads = {"heads": 2, "v_heads": 2 * case.v_heads // case.heads, "size": 16}
-    return dataclasses.replace(case, rows=70, **heads)
+    """The case at a size that a CPU runs: a ragged chunk, as many v heads a k head."""
+    return dataclasses.replace(
+        case, rows=70, heads=2, v_heads=2 * case.v_heads // case.heads, size=16
+    )
 
 
-TINY = list(dict.fromkeys(map(tiny, ALL)))
+TINY = list(dict.fromkeys(map(tiny, cases.ALL)))
 each = pytest.mark.parametrize("case", TINY, ids=lambda case: f"{case.product} {case.label}")
 
 
@@ -45,7 +39,7 @@ def checked(case: cases.Case, change=None) -> dict:
 
 
 def test_a_case_has_one_name_and_its_own_targets():
-    assert len(set(page.CASES)) == len(ALL)
+    assert len(set(page.CASES)) == len(cases.ALL)
     products = {product for product, _ in page.CASES}
     assert {target.product for target in page.TARGETS} == products
     assert products <= set(RIVALS["ours"].start) and products <= set(RIVALS["fla"].start)
@@ -69,7 +63,7 @@ def test_a_wrong_result_is_refused(case):
 
 def test_errors_are_of_the_first_rows_and_heads_alone():
     """Float64 needs no more of a long case, and another sequence has no part in it."""
-    case = dataclasses.replace(tiny(cases.Delta("fwd", 2, 8192)), rows=520, v_heads=6)
+    case = dataclasses.replace(tiny(cases.Case("delta", "fwd", 2, 8192)), rows=520, v_heads=6)
 
     def spoil(out, size):
         assert (size.batch, size.rows) in ((2, 520), (1, cases.CHECKED_ROWS))
@@ -77,7 +71,7 @@ def test_errors_are_of_the_first_rows_and_heads_alone():
         return out
 
     body = checked(case, spoil)
-    assert body["check"]["tokens"] == cases.CHECKED_ROWS and body["bitwise"]["repeat"]
+    assert body["check"]["rows"] == cases.CHECKED_ROWS and body["bitwise"]["repeat"]
 
 
 @pytest.mark.parametrize("case", [TINY[0], TINY[5]], ids=lambda case: case.product)
@@ -95,7 +89,7 @@ def test_without_fla_its_rows_are_absent(monkeypatch):
 
 
 def test_verdicts():
-    shape = cases.of_delta()[0].label
+    shape = "1x8192 16/32"
 
     def records(us: float, error: float) -> list[dict]:
         def errors(dq: float) -> dict:
@@ -104,7 +98,7 @@ def test_verdicts():
         return [
             bench("linear_attn", "delta bwd", shape, 1.0, {"fla": us}, **errors(error)),
             bench("linear_attn", "delta bwd", shape, us, {}, system="fla", **errors(0.002)),
-            bench("linear_attn", "conv fwd", "1x8192x8192", 1.0, {"copy": 0.85}),
+            bench("linear_attn", "conv fwd", shape, 1.0, {"copy": 0.85}),
         ]
 
     def verdicts(*args) -> dict[str, list[str]]:

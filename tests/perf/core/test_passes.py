@@ -24,7 +24,7 @@ SUITES = {
     "norm": (norm.SUITE, norm_cases.cases(["rms_norm"], [(24, 64)]), ["ours", "torch", "copy"]),
     "linear_attn": (
         linear_attn.SUITE,
-        [linear_attn_cases.Conv("bwd", 1, 24, 64), linear_attn_cases.Delta("fwd", 1, 24, 1, 2, 16)],
+        [linear_attn_cases.Case(name, "fwd", 1, 24, 1, 2, 16) for name in ("conv", "delta")],
         ["ours", "fla", "copy"],
     ),
     "mhc": (mhc.SUITE, mhc_cases.cases(["expand"], [(16, 64)]), ["ours", "te", "copy"]),
