@@ -6,6 +6,7 @@ state before it: a row has the bytes that it has in one pass, whatever pieces it
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,16 @@ class _Ring:
         """Copy slots onto slots."""
         by_slot = self.data[:-1].view(self.slots, self.rows, *self.data.shape[1:])
         by_slot[target] = by_slot[source]
+
+    def select(self, slots: torch.Tensor, rows: int, length: torch.Tensor) -> _Ring:
+        """Return a ring of these slots, whose sequences have ``length`` rows, and of other size."""
+        new = _Ring(len(slots), rows, self.data.shape[1:], self.data.dtype, self.data.device)
+        back = torch.arange(-min(rows, self.rows), 0, device=self.data.device)
+        position = length[:, None] + back
+        slot = torch.arange(len(slots), device=slots.device)[:, None].expand_as(position)
+        kept = self.read(slots[:, None], position).flatten(0, 1)
+        new.write(slot.flatten(), position.flatten(), (position >= 0).flatten(), kept)
+        return new
 
 
 class LinearAttentionLayerCache:
@@ -204,6 +215,17 @@ class LinearAttentionLayerCache:
         at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
         return out[0][at].unflatten(0, v.shape[:2])  # 0 of rows behind the pack
 
+    def _select(self, slots: torch.Tensor, drafts: int) -> LinearAttentionLayerCache:
+        new = copy.copy(self)
+        new.drafts, new._may_drop = drafts, 0
+        new.state, new.grid, new.length, new.conv_length = (t[slots] for t in self._each())
+        rows = DELTA_CHUNK + drafts
+        new._k, new._v, new._g, new._beta = (
+            ring.select(slots, rows, new.length) for ring in self._rings()[:4]
+        )
+        new._conv = self._conv.select(slots, self.width - 1 + drafts, new.conv_length)
+        return new
+
     def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
         if slots is None:
             return torch.arange(len(pieces.first), device=self.length.device)
@@ -313,3 +335,17 @@ class LinearAttentionCache:
                 t[target] = t[source]
             for ring in layer._rings():
                 ring.copy(source, target)
+
+    def select(self, slots: torch.Tensor, drafts: int | None = None) -> LinearAttentionCache:
+        """Return a cache of slots, in their order; one may come several times.
+
+        drafts: As of the cache, or another number from now on; rows before cannot be dropped.
+        """
+        new = copy.copy(self)
+        slots = slots.to(self.layers[0].length.device).long()
+        new.slots = len(slots)
+        new.layers = [
+            layer._select(slots, layer.drafts if drafts is None else drafts)
+            for layer in self.layers
+        ]
+        return new

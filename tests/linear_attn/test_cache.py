@@ -105,6 +105,29 @@ def copies() -> None:
         check(sequence, got, first, end)
 
 
+def selections() -> None:
+    """Slots that are selected go on, twice or in another order, and drop drafts from then on."""
+    a, b, other = Sequence(0), Sequence(20), Sequence(60)
+    cache = new_cache(3)
+    step(cache, [a.part(0, 70), b.part(0, 63)], torch.tensor([0, 2]))
+    cache = cache.select(torch.tensor([2, 0, 2]), drafts=9)
+    assert cache.slots == 3
+    for first, end, dropped in ((0, 20, 9), (20, 22, 1), (22, 40, 0)):
+        parts = []
+        for sequence, behind in ((b, 63), (a, 70), (b, 63)):
+            kept = sequence.part(behind + first, behind + end)
+            bad = other.part(0, dropped)
+            parts.append([torch.cat(pair) for pair in zip(kept, bad, strict=True)])
+        found = step(cache, parts)
+        cache[0]._may_drop = dropped  # the layer that is not called
+        cache.rollback(dropped)
+        for got, (sequence, behind) in zip(found, ((b, 63), (a, 70), (b, 63)), strict=True):
+            rows = tuple(t[: end - first] for t in got)
+            check(sequence, rows, behind + first, behind + end)
+    cache = cache.select(torch.tensor([1]), drafts=0)
+    check(a, step(cache, [a.part(110, 150)])[0], 110, 150)
+
+
 def neighbours() -> None:
     """NaN in a neighbour's rows, in free slots and behind the pack reaches nothing."""
     sequence = Sequence(0)
@@ -128,6 +151,7 @@ CHECKS = {
     "pieces with drafts": lambda: pieces(drafts=20),
     "drafts": drafts,
     "copies": copies,
+    "selections": selections,
     "neighbours": neighbours,
 }
 
@@ -154,6 +178,10 @@ MUTANTS = {
     "short_tail": ("drafts", "width - 1 + drafts, (channels,)", "width - 1, (channels,)"),
     "zeros_by_a_product": ("neighbours", "torch.where((before < 0)[..., None], 0, initial).mT",
                            "(initial * (before >= 0)[..., None]).mT"),
+    "same_slots": ("selections", "self.read(slots[:, None], position)",
+                   "self.read(slot, position)"),
+    "same_place": ("selections", "position = length[:, None] + back",
+                   "position = length[:1, None] + 0 * length[:, None] + back"),
     "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
     "states_stay": ("copies", "[self.state, self.grid, self.length, self.conv_length]",
                     "[self.grid, self.length, self.conv_length]"),

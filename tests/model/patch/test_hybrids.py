@@ -14,7 +14,7 @@ import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.integrations import linear_cache, packs
+from cute_kernels.integrations import packs
 from cute_kernels.model.patch import state
 from cute_kernels.model.patch.forwards import mixers
 from tests.contract import same_bytes
@@ -164,17 +164,11 @@ def test_rows_of_a_mixer(name, dtype):
     assert surroundings(*mixer_of(name, dtype), dtype) == []
 
 
-def with_states_at_tokens(monkeypatch):
-    """The state moves on at every multiple of 16 tokens."""
-    monkeypatch.setattr(linear_cache, "DELTA_CHUNK", 16)
-    return {"chunks", "tokens", "left, chunks", "right, chunks"}
-
-
 def without_the_mask(monkeypatch):
     """Padding is tokens, as in a state that a batch shares."""
     of = packs.sequences_of
     monkeypatch.setattr(packs, "sequences_of", lambda x, mask, options: of(x, None, options))
-    return {"left", "left: padding", "right: padding"}
+    return {"left", "left: padding", "right: padding", "left, chunks"}
 
 
 def without_offsets(monkeypatch):
@@ -182,38 +176,47 @@ def without_offsets(monkeypatch):
     whole = mixers.linear_attn.causal_conv1d_fn
 
     def convolve(*args, cu_seqlens, **options):
-        return whole(*args, **options)
+        # A record gives the inputs before each sequence.
+        return whole(*args, **options, cu_seqlens=cu_seqlens if len(args) > 3 else None)
 
     monkeypatch.setattr(mixers.linear_attn, "causal_conv1d_fn", convolve)
     return {"pack", "packs", "left", "right"}
 
 
-@pytest.mark.parametrize("mutant", [with_states_at_tokens, without_the_mask, without_offsets])
+@pytest.mark.parametrize("mutant", [without_the_mask, without_offsets])
 def test_mutants_are_noticed(monkeypatch, mutant):
     mixer, config = mixer_of("olmo_hybrid", torch.float32)
     want = mutant(monkeypatch)
     assert want <= set(surroundings(mixer, config, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_dropped_leaves_no_trace(dtype):
-    """Drafts of any length across chunks, accepted in part; after them other tokens."""
-    mixer, config = mixer_of("qwen3_next", dtype)
-    x, drafts, choice = hidden(1, LENGTH, 1, dtype), hidden(1, 400, 3, dtype), random.Random(1)
-    with torch.no_grad():
-        want = mixer(x)
-    cache, at, rows = cache_of(config, recording=True), 50, []
-    rows.append(through(mixer, x[:, :at], [], cache))
-    while at < LENGTH:
+def drafted(mixer, config, x) -> torch.Tensor:
+    """What the mixer gives for x, with drafts behind it that are dropped, from any place."""
+    drafts, choice = hidden(1, 64, 3, x.dtype), random.Random(1)
+    cache, at = cache_of(config), 50
+    rows = [through(mixer, x[:, :at], [], cache)]
+    cache.activate_past_recording()
+    while at < x.shape[1]:
         good, bad = choice.randrange(1, 30), choice.randrange(0, 40)
         part = x[:, at : at + good]
-        draft = torch.cat([part, drafts[:, at : at + bad]], 1)
+        draft = torch.cat([part, drafts[:, :bad]], 1)
         # A draft model goes token by token, the model takes all at once.
         cuts = range(1, draft.shape[1]) if bad % 2 else []
         rows.append(through(mixer, draft, cuts, cache)[:, : part.shape[1]])
-        cache.crop(-bad)
+        cache.layers[0].crop(-bad)
         at += good
-    assert same_bytes(torch.cat(rows, 1), want)
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_dropped_leaves_no_trace(monkeypatch, dtype):
+    """Drafts of any length across chunks, and other tokens after them.  The mutant: none is."""
+    mixer, config = mixer_of("qwen3_next", dtype)
+    x = hidden(1, LENGTH, 1, dtype)
+    want = through(mixer, x, [], None)
+    assert same_bytes(drafted(mixer, config, x), want)
+    monkeypatch.setattr(ck.LinearAttentionCache, "rollback", lambda *_: None)
+    assert not same_bytes(drafted(mixer, config, x), want)
 
 
 def test_what_transformers_does_to_a_layer():
@@ -225,7 +228,8 @@ def test_what_transformers_does_to_a_layer():
     cache = cache_of(config)
     through(mixer, x, [66], cache, mask)
     layer, order = cache.layers[0], [2, 1, 1, 0]
-    assert layer.is_croppable and layer.open == [6, 50, 6] and not layer.is_compileable
+    assert layer.is_croppable and not layer.is_compileable and layer.batch == 3
+    assert layer.record[0].length.tolist() == [70, 50, 70]
     kept = copy.deepcopy(cache)
     layer.reorder_cache(torch.tensor([2, 1, 0]))
     layer.batch_repeat_interleave(2)
@@ -477,8 +481,16 @@ def test_tensors_that_are_refused(patched):
     through(mixer, x, [], cache)
     with raises("ArgumentValueError ... past_key_values: expected a cache of 1 sequences"):
         mixer(x[:1], cache_params=cache)
-    with raises("ArgumentValueError ... tokens_to_remove: expected 0 or a number ... -5 on"):
-        cache.layers[0].crop(-6)
+    with raises("ArgumentValueError ... tokens_to_remove: expected 0 or a number ... -0 on"):
+        cache.layers[0].crop(-1)
+    cache.activate_past_recording()
+    through(mixer, x, [], cache)
+    cache.layers[0].crop(-3)
+    with raises("ArgumentValueError ... tokens_to_remove: expected 0 or a number ... -2 on"):
+        cache.layers[0].crop(-3)
+    out = mixer(x.requires_grad_(), cache_params=cache)
+    with raises("UnsupportedTransformError ... a gradient through tokens behind those of a cache"):
+        out.sum().backward()
     mixer.activation = "gelu"
     with raises("PatchError ... activation: expected 'silu'"):
         mixer(x)

@@ -20,7 +20,9 @@ from ....errors import ArgumentValueError, expected
 from ....integrations import packs
 from ....integrations import transformers as integration
 from ....linear_attn import api as linear_attn
-from ....linear_attn.config import CONV_WIDTHS, DELTA_SIZES
+from ....linear_attn import op_gate
+from ....linear_attn.cache import LinearAttentionCache
+from ....linear_attn.config import CONV_WIDTHS, DELTA_SIZES, L2NORM_EPS
 from ....rowwise import api as rowwise
 from ..state import eps_of, main_grad_of, parameter_of, unchanged, user_class
 
@@ -42,6 +44,10 @@ class Projected(NamedTuple):
     z: torch.Tensor
     b: torch.Tensor
     a: torch.Tensor
+
+
+#: qkv [B, T, 2 H K + HV V], beta and a [B, T, HV].
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 # ---- classes ------------------------------------------------------------------------------------
@@ -141,16 +147,23 @@ def mixers_in(module: nn.Module) -> list[nn.Module]:
 # ---- forwards -----------------------------------------------------------------------------------
 
 
-def causal_conv1d(self, rows: torch.Tensor, sequences: packs.Sequences) -> torch.Tensor:
+def causal_conv1d(
+    self,
+    rows: torch.Tensor,
+    sequences: packs.Sequences,
+    record: LinearAttentionCache | None = None,
+) -> torch.Tensor:
     """y[t, d] = silu(b[d] + Σ_w weight[d, w] x[t - W + 1 + w, d]) of rows [B, T, D].
 
-    Rows of padding are 0.
+    Rows of padding are 0.  record: of what is before them.
     """
+    operands = sequences.pack(rows).mT, self.weight[:, 0], self.bias
+    options = {"activation": "silu", "cu_seqlens": sequences.offsets}
+    if record is not None:
+        return sequences.unpack(record[0].causal_conv1d(*operands, **options).mT)
     into = main_grad_of(self, self.weight)
-    out = linear_attn.causal_conv1d_fn(
-        sequences.pack(rows).mT, self.weight[:, 0], self.bias, activation="silu",
-        cu_seqlens=sequences.offsets, main_grad=None if into is None else into[:, 0],
-    )  # fmt: skip
+    into = None if into is None else into[:, 0]
+    out = linear_attn.causal_conv1d_fn(*operands, **options, main_grad=into)
     return sequences.unpack(out.mT)
 
 
@@ -188,26 +201,38 @@ def gated_delta_net(
     beta = rowwise.sigmoid(b)
     if getattr(self, "allow_neg_eigval", False):
         beta = beta * 2.0
+    rows = qkv, beta, a
     if cache_params is None:
-        out = _mix(self, qkv, beta, a, sequences)
+        out = _mix(self, rows, sequences)
     else:
         if sequences.offsets is not None and attention_mask is None:
             raise ArgumentValueError(expected("past_key_values", "None with a pack", "a cache"))
-        out = _mix_cached(self, cache_params, (qkv, beta, a), attention_mask, sequences)
+        out = _mix_cached(self, cache_params, rows, attention_mask, sequences)
     out = getattr(self, known.norm)(out, z).flatten(2)
     return getattr(self, known.out)(out)
 
 
 def _mix(
     self: nn.Module,
-    qkv: torch.Tensor,
-    beta: torch.Tensor,
-    a: torch.Tensor,
+    rows: Rows,
     sequences: packs.Sequences,
+    record: LinearAttentionCache | None = None,
 ) -> torch.Tensor:
-    """Convolve, and apply the rule: [B, T, HV, V]."""
-    mixed, beta, a = map(sequences.pack, (self.conv1d(qkv, sequences), beta, a))
-    out, _ = _apply_rule(self, mixed, beta, a, sequences.offsets)
+    """Convolve, and apply the rule: [B, T, HV, V].  record: of what is before the rows."""
+    qkv, beta, a = rows
+    mixed = self.conv1d(qkv, sequences, record)
+    mixed, beta, a = map(sequences.pack, (mixed, beta, a))
+    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
+    q, k = (t.unflatten(-1, (self.num_k_heads, self.head_k_dim)) for t in (q, k))
+    v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+    q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
+    parameters = self.A_log, self.dt_bias
+    into = (main_grad_of(self, parameter) for parameter in parameters)
+    g = op_gate.decay_gate(a, *parameters, sequences.offsets, *into)
+    operands, options = (q, k, v, g, beta), {"cu_seqlens": sequences.offsets}
+    if record is not None:
+        return sequences.unpack(record[0].gated_delta_rule(*operands, **options))
+    out, _ = linear_attn.chunk_gated_delta_rule(*operands, **options)
     return sequences.unpack(out)
 
 
@@ -215,40 +240,26 @@ def _mix(
 def _mix_cached(
     self: nn.Module,
     cache: object,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: Rows,
     mask: torch.Tensor | None,
     sequences: packs.Sequences,
 ) -> torch.Tensor:
     """As `_mix`, of tokens behind those of a cache, which keeps them."""
     from ....integrations import linear_cache
 
-    layer, new = linear_cache.layer_of(cache, self.layer_idx), linear_cache.Rows(*rows)
-    tail = self.conv1d.kernel_size[0] - 1
-    if layer.rows is None and torch.is_grad_enabled():
+    layer = linear_cache.layer_of(cache, self.layer_idx)
+    if not layer.batch and torch.is_grad_enabled() and not layer.record_past:
         # A step of training makes a cache that is not read: its gradients are those without one.
-        out = _mix(self, *rows, sequences)
-        layer.store(tail, new, mask)
+        out = _mix(self, rows, sequences)
+        layer.store(rows, mask)
         return out
-    apply = functools.partial(_apply_rule, self, final=True)
-    return layer.extend(linear_cache.Steps(tail, self.conv1d, apply), new, mask)
 
+    def new_record(slots: int, drafts: int) -> LinearAttentionCache:
+        return LinearAttentionCache(
+            1, slots, heads=(self.num_k_heads, self.num_v_heads),
+            sizes=(self.head_k_dim, self.head_v_dim), channels=rows[0].shape[2],
+            width=self.conv1d.kernel_size[0], drafts=drafts,
+            dtype=rows[0].dtype, device=rows[0].device,
+        )  # fmt: skip
 
-def _apply_rule(
-    self: nn.Module,
-    mixed: torch.Tensor,
-    beta: torch.Tensor,
-    a: torch.Tensor,
-    offsets: torch.Tensor | None,
-    state: torch.Tensor | None = None,
-    final: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply the gated delta rule to rows behind the convolution; return (o, final state)."""
-    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
-    q, k = (t.unflatten(-1, (self.num_k_heads, self.head_k_dim)) for t in (q, k))
-    v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-    return linear_attn.chunk_gated_delta_rule(
-        q, k, v, a, beta, initial_state=state, output_final_state=final, cu_seqlens=offsets,
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        A_log=self.A_log, A_log_main_grad=main_grad_of(self, self.A_log),
-        dt_bias=self.dt_bias, dt_bias_main_grad=main_grad_of(self, self.dt_bias),
-    )  # fmt: skip
+    return layer.extend(new_record, functools.partial(_mix, self), rows, sequences)
