@@ -297,10 +297,11 @@ def _why_not_linear(module: nn.Linear, cls: type) -> str | None:
 
 def _why_not_mixer(module: nn.Module) -> str | None:
     """Why a known mixer of linear attention is left: also if its convolution is."""
+    if (reason := mixers.why_not(module)) is not None:
+        return reason
     if hides(module.conv1d, mixers.CONVOLUTION):
         return "its convolution has a forward of its own"
-    reason = mixers.why_not(module) or why_not_parameters(module)
-    return reason or why_not_parameters(module.conv1d)
+    return why_not_parameters(module) or why_not_parameters(module.conv1d)
 
 
 def _why_not_embedding(module: nn.Embedding, cls: type) -> str | None:

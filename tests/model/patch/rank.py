@@ -24,9 +24,9 @@ TOKENS = families.ids(4, 24)
 ORDERS = ("patch first", "engine first")
 
 
-def fresh(zero: bool) -> torch.nn.Module:
+def fresh(zero: bool, name: str = "qwen3") -> torch.nn.Module:
     """For ZeRO in fp32, so that the engine's gradients are those of autograd."""
-    net = families.model("qwen3")
+    net = families.model(name)
     return net.float() if zero else net
 
 
@@ -35,9 +35,11 @@ def stepped(run, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def alone(zero: bool) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+def alone(
+    zero: bool, name: str = "qwen3"
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """Logits, each half's loss, and the mean of their gradients, by one process."""
-    net, losses, halves = fresh(zero), [], []
+    net, losses, halves = fresh(zero, name), [], []
     ck.patch(net)
     logits = families.logits(net, TOKENS)
     for half in TOKENS.chunk(RANKS):
@@ -49,16 +51,18 @@ def alone(zero: bool) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch
     return logits, losses, {n: (halves[0][n] + halves[1][n]) / RANKS for n in halves[0]}
 
 
-def failing(zero: bool, gradients: dict[str, torch.Tensor], **checks: bool) -> list[str]:
+def failing(want: tuple, gradients: dict[str, torch.Tensor], **checks: bool) -> list[str]:
     """Names of checks that do not hold, and of gradients that are not those of one process."""
     wrong = [name for name, right in checks.items() if not right]
-    want = alone(zero)[2]
+    want = want[2]
     return wrong + [n for n in want if not same_bytes(gradients[n], want[n])]
 
 
-def compared(net: torch.nn.Module, run: torch.nn.Module, rank: int, **checks: bool) -> list[str]:
+def compared(
+    net: torch.nn.Module, run: torch.nn.Module, rank: int, name: str = "qwen3", **checks: bool
+) -> list[str]:
     """Logits, loss and gradients of this rank's half that are not those of one process."""
-    logits, losses, _ = alone(False)
+    logits, losses, _ = alone(False, name)
     half = TOKENS.chunk(RANKS)[rank]
     checks["logits"] = same_bytes(
         families.logits(run.eval(), half), logits.chunk(RANKS)[rank].contiguous()
@@ -69,7 +73,7 @@ def compared(net: torch.nn.Module, run: torch.nn.Module, rank: int, **checks: bo
     whole = {
         n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in net.named_parameters()
     }
-    return failing(False, whole, **checks)
+    return failing(alone(False, name), whole, **checks)
 
 
 def under_ddp(rank: int) -> list[str]:
@@ -97,12 +101,27 @@ def under_fsdp(rank: int, order: str) -> list[str]:
         rank,
         kinds=[state.kind_of(linear), state.kind_of(net.lm_head)] == ["linear", "head"],
         classes=isinstance(linear, FSDPModule) and isinstance(linear, torch.nn.Linear),
-        name=type(linear).__name__ == "FSDPLinear",
+        outermost=type(linear).__name__ == "FSDPLinear",
     )
     ck.unpatch(net)
     left = state.kind_of(linear) is None and isinstance(linear, FSDPModule)
     families.logits(net, TOKENS.chunk(RANKS)[rank])
     return wrong + ["unpatched"] * (not left)
+
+
+def of_hybrid() -> list[str]:
+    """Under FSDP2, a mixer's convolution gathered by itself."""
+    rank = dist.get_rank()
+    net, mesh = fresh(False, "olmo_hybrid"), init_device_mesh("cpu", (RANKS,))
+    ck.patch(net, strict=True)
+    mixer = net.model.layers[0].linear_attn
+    fully_shard(mixer.conv1d, mesh=mesh)
+    for layer in net.model.layers:
+        fully_shard(layer, mesh=mesh)
+    net = fully_shard(net, mesh=mesh)
+    kinds = [state.kind_of(m) for m in (mixer, mixer.conv1d, mixer.o_norm)]
+    ours = kinds == ["gated_delta_net", "causal_conv1d", "gated_rms_norm"]
+    return compared(net, net, rank, "olmo_hybrid", kinds=ours)
 
 
 def under_zero(rank: int, order: str) -> list[str]:
@@ -125,7 +144,7 @@ def under_zero(rank: int, order: str) -> list[str]:
     gradients = {name: safe_get_full_grad(p).clone() for name, p in net.named_parameters()}
     engine.step()
     wrong = failing(
-        True,
+        alone(True),
         gradients,
         loss=same_bytes(loss.detach(), losses[rank]),
         kinds=[state.kind_of(m) for m in (net.lm_head, net.model.norm)] == ["head", "rms_norm"],

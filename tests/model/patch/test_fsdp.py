@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.model.patch import rank
 from tests.ranks import run
+
+
+@pytest.mark.nightly
+def test_a_hybrid():
+    assert run(rank.RANKS, rank.of_hybrid) == [[]] * rank.RANKS
 
 
 def test_bytes_of_one_process():

@@ -432,6 +432,16 @@ def test_mixers_that_are_left(change):
     assert net._is_stateful
 
 
+def test_versions_that_are_refused(monkeypatch):
+    """Of transformers, by what they have: 5.4 has no such layer of a cache."""
+    net = families.model("olmo_hybrid")
+    with monkeypatch.context() as patched:
+        patched.delattr(transformers.cache_utils, "LinearAttentionLayer")
+        assert any("record no past" in one.known for one in ck.patch(net).moving)
+    del net.get_submodule(MIXER).conv1d
+    assert any("has no conv1d" in one.known for one in ck.patch(net).moving)
+
+
 def filled(config) -> transformers.DynamicCache:
     cache = transformers.DynamicCache(config=config)
     plain = families.model("olmo_hybrid")

@@ -10,6 +10,7 @@ convolution and its norm are modules that are called, so that adapters, hooks an
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -110,6 +111,11 @@ def mixer_of(cls: type) -> Mixer | None:
 
 def why_not(module: nn.Module) -> str | None:
     """Why our ops cannot compute a known mixer; None: they can."""
+    names = "conv1d", "key_dim", "value_dim", "activation", "A_log", "dt_bias", "layer_idx"
+    if missing := [name for name in names if not hasattr(module, name)]:
+        return f"transformers' mixer of this version has no {', '.join(missing)}"
+    if not _caches_record():
+        return "transformers' caches of this version record no past of a mixer"
     convolution, channels = module.conv1d, module.key_dim * 2 + module.value_dim
     plain = type(convolution) is nn.Conv1d or user_class(convolution) is nn.Conv1d
     if not plain or convolution.groups != channels or convolution.in_channels != channels:
@@ -126,6 +132,14 @@ def why_not(module: nn.Module) -> str | None:
         want = f"multiples of {step} up to {most}"
         return f"head sizes {sorted(sizes)}; ck.chunk_gated_delta_rule takes {want}"
     return None
+
+
+def _caches_record() -> bool:
+    """Whether transformers has the layers of caches that `linear_cache` takes the place of."""
+    layer = getattr(sys.modules.get("transformers.cache_utils"), "LinearAttentionLayer", None)
+    if not hasattr(layer, "activate_past_recording"):
+        return False
+    return isinstance(layer().has_previous_state, dict)
 
 
 def model_kind(module: nn.Module) -> str | None:
