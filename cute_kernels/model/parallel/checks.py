@@ -24,6 +24,7 @@ from ...rowwise import checks as rowwise_checks
 from ...runtime import digests, process_groups
 from ...runtime import main_grad as destination
 from ...schedulers.tiles import leaves
+from ..patch.forwards import mixers
 
 
 def mesh_of(value: object, model: torch.nn.Module) -> DeviceMesh:
@@ -52,6 +53,9 @@ def planned(models: list[torch.nn.Module]) -> tuple[torch.nn.Module, dict[str, s
     if not plan:
         want = "one with a tensor-parallel plan (config.base_model_tp_plan)"
         raise ArgumentValueError(expected("model", want, f"none of {type(root).__name__}"))
+    if mixing := mixers.mixers_in(root):
+        want = "one without gated delta nets, which are not cut over ranks"
+        raise ArgumentValueError(expected("model", want, type(mixing[0]).__name__))
     return root, plan
 
 

@@ -209,6 +209,10 @@ _BY_TWO = {
         _config("MiniMaxM2Config", **_TINY, num_local_experts=2),
         "ArgumentValueError: model: ... mixtral ... minimax_m2",
     ),
+    "a hybrid": (
+        _patching("olmo_hybrid", num_hidden_layers=2),
+        "ArgumentValueError: model: ... without gated delta nets ... OlmoHybridGatedDeltaNet",
+    ),
     "no plan": (_config("GPT2Config", **_GPT2), "ArgumentValueError: model: ... plan ... GPT2"),
     "no model": (
         lambda meshes: ck.patch(torch.nn.Linear(8, 8).bfloat16(), order="tree", mesh=meshes[2]),
