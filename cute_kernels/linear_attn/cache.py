@@ -97,13 +97,12 @@ class LinearAttentionLayerCache:
         slots: int,
         heads: tuple[int, int],
         sizes: tuple[int, int],
-        channels: int,
-        width: int,
+        conv: tuple[int, int],
         drafts: int,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ):
-        (k_heads, v_heads), (k, v) = heads, sizes
+        (k_heads, v_heads), (k, v), (channels, width) = heads, sizes, conv
         rows, self.drafts, self.width = DELTA_CHUNK + drafts, drafts, width
         self.state = torch.zeros(slots, v_heads, k, v, dtype=torch.float32, device=device)
         self.grid, self.length, self.conv_length = (
@@ -250,14 +249,13 @@ class LinearAttentionCache:
         slots: Sequences at a time.
         heads: (H of q and k, HV of v).
         sizes: (K, V).
-        channels: Channels of the convolution, 2 H K + HV V in Qwen3-Next.
-        width: Taps of the convolution.
+        conv: (channels, taps) of the convolution: 2 H K + HV V and 4 in Qwen3-Next.
         drafts: Rows of the last call that `rollback` may drop again.
         dtype: Of q, k, v and of the convolution's inputs.
         device: Of the record; as `torch.zeros`.
 
     Memory of a layer and slot: 4 HV K V bytes of state; 64 + drafts rows of (H K + HV V) elements
-    and 8 HV bytes; width - 1 + drafts rows of the convolution's channels.
+    and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.
 
     Guarantees: as `chunk_gated_delta_rule` and `causal_conv1d_fn`, whose bytes the rows have.
 
@@ -265,7 +263,7 @@ class LinearAttentionCache:
         ArgumentValueError: a size is below its least value, or too many rows are dropped.
 
     Example:
-        >>> cache = ck.LinearAttentionCache(1, 2, heads=(2, 4), sizes=(16, 16), channels=128)
+        >>> cache = ck.LinearAttentionCache(1, 2, heads=(2, 4), sizes=(16, 16), conv=(128, 4))
         >>> q, k = (torch.nn.functional.normalize(torch.randn(2, 9, 2, 16), dim=-1) for _ in "qk")
         >>> rows = q, k, torch.randn(2, 9, 4, 16), -torch.rand(2, 9, 4), torch.rand(2, 9, 4)
         >>> prefill = cache[0].gated_delta_rule(*(t[:, :8] for t in rows))
@@ -282,20 +280,22 @@ class LinearAttentionCache:
         *,
         heads: tuple[int, int],
         sizes: tuple[int, int],
-        channels: int,
-        width: int = 4,
+        conv: tuple[int, int],
         drafts: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
-        numbers = {"layers": layers, "slots": slots, "channels": channels}
-        for name, number in (numbers | {"drafts": drafts, "width": width}).items():
-            least = {"drafts": 0, "width": 2}.get(name, 1)
+        sizes_of = ("heads", heads), ("sizes", sizes), ("conv", conv)
+        numbers = {"layers": layers, "slots": slots, "drafts": drafts} | {
+            f"{name}[{i}]": number for name, pair in sizes_of for i, number in enumerate(pair)
+        }
+        for name, number in numbers.items():
+            least = {"drafts": 0, "conv[1]": 2}.get(name, 1)
             if checking.integer(name, number) < least:
                 raise ArgumentValueError(expected(name, f"at least {least}", number))
         self.slots = slots
         self.layers = [
-            LinearAttentionLayerCache(slots, heads, sizes, channels, width, drafts, dtype, device)
+            LinearAttentionLayerCache(slots, heads, sizes, conv, drafts, dtype, device)
             for _ in range(layers)
         ]
 

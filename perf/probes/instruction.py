@@ -18,6 +18,11 @@ CHAINS = (Chain(64, registers=True), Chain(256, registers=True), Chain(128, 2, r
 DOTS = ((16, 16, 16), (16, 64, 64), (32, 64, 16), (64, 64, 16), (64, 64, 64), (128, 32, 32))
 
 
+def name(chain: Chain) -> str:
+    """The case of a chain."""
+    return f"{chain}, A from registers"
+
+
 def on_card() -> dict[str, Callable]:
     """Name -> run(a, b, d, c) of what is compared, but for chains of WGMMA."""
     import functools
@@ -44,14 +49,14 @@ def run(
     """One record per instruction, then the answer."""
     m, n, k = size
     ordinary, extreme = Tally(), Tally()
-    calls = {str(chain): build(chain, with_c=True) for chain in chains} | others()
+    calls = {name(chain): build(chain, with_c=True) for chain in chains} | others()
     kinds = inputs.ORDINARY | inputs.EXTREME
     operands = {kind: inputs.make(kind, m, n, k, device=device) for kind in kinds}
     want = {kind: poisoned(m, n, device) for kind in kinds}
     reference = build(REFERENCE, with_c=True)
     for kind, (a, b, c) in operands.items():
         reference(a, b, want[kind], c)
-    for name, call in calls.items():
+    for case, call in calls.items():
         of_call = Tally()
         for kind, (a, b, c) in operands.items():
             got, tally = poisoned(m, n, device), Tally()
@@ -59,5 +64,5 @@ def run(
             tally.add(got, want[kind], kind)
             of_call.merge(tally)
             (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
-        yield {"case": name, "k": k} | of_call.items()
+        yield {"case": case, "k": k} | of_call.items()
     yield {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}

@@ -16,7 +16,7 @@ multiplied K / block_k times, which times the tensor cores without the loads (pr
 Run on an H200: docs/numerics.md.  Its bits are tested in ptxsim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -45,7 +45,7 @@ class Chain:
     block_k: int = 64
     promote_every: int = 0
     resident: bool = False
-    registers: bool = False
+    registers: bool = field(default=False, repr=False)
 
     def __post_init__(self):
         assert self.n in range(8, 257, 8), f"n: expected 8..256 in steps of 8, got {self.n}"

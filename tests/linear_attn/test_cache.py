@@ -39,7 +39,7 @@ def taps() -> tuple[torch.Tensor, torch.Tensor]:
 
 def new_cache(slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
     return ck.LinearAttentionCache(
-        2, slots, heads=HEADS, sizes=SIZES, channels=CHANNELS, drafts=drafts, dtype=BF16
+        2, slots, heads=HEADS, sizes=SIZES, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16
     )
 
 
@@ -211,8 +211,8 @@ def test_too_many_rows_are_not_dropped():
         cache.rollback(1)
 
 
-@pytest.mark.parametrize("wrong", [{"layers": 0}, {"slots": 0}, {"drafts": -1}, {"width": 1}])
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}])
 def test_sizes_are_refused_by_name(wrong):
-    right = {"layers": 1, "slots": 1, "heads": HEADS, "sizes": SIZES, "channels": 4, "dtype": FP32}
+    right = {"layers": 1, "slots": 1, "heads": HEADS, "sizes": SIZES, "conv": (4, 4), "dtype": FP32}
     with pytest.raises(ArgumentValueError, match=next(iter(wrong))):
         ck.LinearAttentionCache(**right | wrong)

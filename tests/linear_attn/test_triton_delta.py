@@ -165,8 +165,7 @@ def test_forward(engine, check, options):
         check(launch)
 
 
-#: Each changes a byte of the written order, or reads what is not there.  The order of the blocks in
-#: h and that of T's rows hide behind their rounding to bf16.
+#: Each changes a byte of the written order, or reads what is not there.
 MUTANTS = {
     "ties_to_even": (
         predicted,
@@ -176,12 +175,15 @@ MUTANTS = {
     "the_update_on_the_state": (
         predicted,
         ("update = tl.zeros([K, COLUMNS], tl.float32)", "update = s * tl.exp2(whole)"),
-        ("s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update + 0.0)", "s = update"),
+        ("s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)", "s = update"),
     ),
-    "another_h": (
+    "one_term": (
         predicted,
-        ("    h = (h + 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero\n",
-         "    h = (h * 1.001).to(tl.bfloat16)\n"),
+        ("    acc = product(a_low, b_high, acc, UPCAST)\n"
+         "    acc = product(a_high, b_low, acc, UPCAST)\n", ""),
+    ),
+    "pairs_of_blocks_alone": (
+        predicted, ("    t = _merged(t, lower, 2 * BLOCK, UPCAST)\n", ""),
     ),
     "rows_behind": (
         pack_is_alone,
@@ -265,10 +267,7 @@ GRADIENT_MUTANTS = {
          "        at = state_at(slot, of_k * GROUP, columns, HV, K, V)\n        s = tl.load"),
     ),
     "no_read_of_the_key": (gradients, ("_total(read, CHUNK) + of_state", "of_state")),
-    "later_blocks": (
-        gradients,
-        ("        x1 = _later(inner_ptr, dr3, x1, start, 1, 3, end, head, HV, UPCAST)\n", ""),
-    ),
+    "the_inverse_itself": (gradients, ("product(tl.trans(inner), du", "product(inner, du")),
     "rows_behind": (
         gradients_of_a_pack,
         ("    there = inside & (sequence < SEQUENCES)\n    d, columns = tl.arange(0, K), tl.arange("

@@ -40,7 +40,6 @@ def delta_rule(
 
 def _chunk(q, k, v, g, beta, state, scale):
     count = len(q)
-    blocks = [slice(b, b + BLOCK) for b in range(0, CHUNK, BLOCK)]
     q, k, v = (torch.nn.functional.pad(t, (0, 0, 0, CHUNK - count)) for t in (q, k, v))
     g, beta = (torch.nn.functional.pad(t, (0, CHUNK - count)) for t in (g, beta))
     decay = g.new_empty(CHUNK)
@@ -52,13 +51,9 @@ def _chunk(q, k, v, g, beta, state, scale):
     high = _upper_plane(state).mT.contiguous()  # [V, K]
     lower = torch.where(i[:, None] > i, beta[:, None] * chain(k, k) * weight, 0.0)
     rest = beta[:, None] * fma(-grown, chain(k, high), v.float())
-    u = torch.zeros_like(v)
-    for b, own in enumerate(blocks):
-        acc = rest[own]
-        for other in blocks[:b]:
-            acc = chain(-lower[own, other].to(BF16), u[other].mT.contiguous(), acc)
-        h = (acc + 0.0).to(BF16)
-        u[own] = (chain(_inverse(lower[own, own]).to(BF16), h.mT.contiguous()) + 0.0).to(BF16)
+    r = (rest + 0.0).to(BF16)
+    r[count:] = 0
+    u = (chain(_inverse(lower).to(BF16), r.mT.contiguous()) + 0.0).to(BF16)
     u[count:] = 0
     columns = u.mT.contiguous()
     p = torch.where(i[:, None] >= i, chain(q, k) * (weight * scale), 0.0).to(BF16)
@@ -76,9 +71,25 @@ def _upper_plane(state: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """(I + L)⁻¹ by forward substitution."""
-    t = torch.eye(BLOCK)
-    for i in range(BLOCK):
-        for m in range(i):
+    """(I + L)⁻¹: blocks of 16 rows by forward substitution, then pairs of blocks."""
+    t, block = torch.eye(CHUNK), torch.arange(CHUNK) // BLOCK
+    for i in range(CHUNK):
+        for m in range(i // BLOCK * BLOCK, i):
             t[i] = fma(-lower[i, m], t[m], t[i])
-    return t
+    while block.max() > 0:
+        between = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
+        right = _product(torch.where(between, lower, 0.0), t, torch.zeros_like(t))
+        t, block = _product(t, -right, t), block // 2
+    return t + 0.0
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """acc + a b of operands in two bf16 terms, small products first."""
+    (a_high, a_low), (b_high, b_low) = _terms(a), _terms(b.mT.contiguous())
+    acc = chain(a_low, b_high, acc)
+    return chain(a_high, b_high, chain(a_high, b_low, acc))
+
+
+def _terms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high = x.to(BF16)
+    return high, (x - high.float()).to(BF16)

@@ -12,7 +12,7 @@ from ...log import contiguous
 from ..config import DELTA_CHUNK
 from ..tensors import DeltaRule, DeltaSaved, Last, Sequences
 from . import kernel_delta as kernels
-from .plan import TRITON
+from .plan import TRITON, chain_columns
 
 NAME = "chunk_gated_delta_rule"
 
@@ -34,7 +34,8 @@ def delta_rule(
     options = {"num_warps": TRITON.delta_warps, "enable_fp_fusion": TRITON.fp_fusion}
     sizes = sequences.rows, sequences.length, sequences.count
     slots = sequences.slots(DELTA_CHUNK)
-    chain, output = (min(values, c) for c in (TRITON.chain_columns, TRITON.output_columns))
+    chain = chain_columns(values, heads, sequences.count)
+    output = min(values, TRITON.output_columns)
     with torch.cuda.device(q.device):
         kernels.inner_kernel[(slots, heads)](
             k, g, beta, sequences.offsets, saved.decay, saved.inner,

@@ -2,26 +2,28 @@
 
     u_i = β_i (v_i - 2^g_i S_{i-1}ᵀ k_i)    S_i = 2^g_i S_{i-1} + k_i u_iᵀ    o_i = scale S_iᵀ q_i
 
-    inner_kernel   G and, of each chunk, T_b = (I + L_bb)⁻¹ of its blocks b and -L below them:
-                   L_ij = β_i (k_i·k_j) 2^(G_i - G_j), j < i
-    chain_kernel   chunk after chunk: r_i = β_i (v_i - 2^G_i S^ᵀ k_i);  h_b = r_b - Σ_{s<b} L_bs u_s
-                   u_b = T_b h_b;  S' = 2^G_C S + Σ_j 2^(G_C - G_j) k_j u_jᵀ
+    inner_kernel   G and, of each chunk, A = (I + L)⁻¹:  L_ij = β_i (k_i·k_j) 2^(G_i - G_j), j < i
+    chain_kernel   chunk after chunk: r_i = β_i (v_i - 2^G_i S^ᵀ k_i);  u = A r
+                   S' = 2^G_C S + Σ_j 2^(G_C - G_j) k_j u_jᵀ
     output_kernel  o_i = scale 2^G_i S^ᵀ q_i + Σ_{j≤i} P_ij u_j
                    P_ij = (q_i·k_j) 2^(G_i - G_j) scale
 
 Layouts.  Rows [N, H, K] or [N, H, V], neighbours of a head side by side; gates [N, HV]; inner
-[N, HV, 64], a row of T and of -L; states [slots, HV, K, V], the state before a chunk at its slot of
+[N, HV, 64], a row of A; states [slots, HV, K, V], the state before a chunk at its slot of
 `Sequences.slots(64)`; S^ is S rounded to bf16, ties away from zero.  k head h serves the HV / H v
 heads from h HV / H on.
 
-Order of sums.  A sequence's chunks of 64 rows begin at its first row; blocks are 16 rows.  g is in
-log2 units, and G a chain of its rows from 0.  Products have bf16 operands and ascending k16 steps
-into fp32.  Row i of T is e_i - Σ_m L_im T_m, m ascending, one fma each.  h starts from r, and takes
-the blocks ascending; the update of S starts from zero, takes the blocks ascending, and is added by
-one fma; o starts from its first term.  Rounded to bf16: S^, T, L, h, u, P, 2^(G_C - G_j) k_j, o.
+Order of sums.  A sequence's chunks of 64 rows begin at its first row.  g is in log2 units, and G a
+chain of its rows from 0.  Products have bf16 operands and ascending k16 steps into fp32.  A is made
+of its blocks of 16 rows on the diagonal, where row i is e_i - Σ_m L_im A_m, m ascending, one fma
+each; then of pairs of blocks, (T₁ 0; -T₂ L₂₁ T₁, T₂), and pairs of pairs, by products of operands
+in two bf16 terms, of which the smallest product is left out.  u, P u and the update of S take k16
+steps in ascending order; the update starts from zero and is added by one fma, P u starts from o's
+first term.  Rounded to bf16: S^, A, r, u, P, 2^(G_C - G_j) k_j, o.
 
-No row meets a later one: those of a block that come later enter as zeros by selection.  Nothing is
-fused but `tl.fma`; nothing is atomic or autotuned; offsets are 64 bits.
+No row meets a later one: those enter as zeros by selection.  (A NaN in a row may reach the rows
+before it in its chunk: 0 · NaN.)  Nothing is fused but `tl.fma`; nothing is atomic or autotuned;
+offsets are 64 bits.
 """
 
 from __future__ import annotations
@@ -105,13 +107,40 @@ def inverses(lower, BATCH: tl.constexpr):
     return t
 
 
+@triton.jit
+def two_terms(x):
+    """x as the sum of two bf16 numbers, the larger one first."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def product_of_terms(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a b of fp32 operands, in two bf16 terms each; small products first."""
+    a_high, a_low = two_terms(a)
+    b_high, b_low = two_terms(b)
+    acc = product(a_low, b_high, acc, UPCAST)
+    acc = product(a_high, b_low, acc, UPCAST)
+    return product(a_high, b_high, acc, UPCAST)
+
+
+@triton.jit
+def _merged(t, lower, SIZE: tl.constexpr, UPCAST: tl.constexpr):
+    """Inverses of blocks of 2 SIZE rows from those of SIZE: t - t L t of the L between them."""
+    block = tl.arange(0, CHUNK) // SIZE
+    between = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+    right = product_of_terms(tl.where(between, lower, 0.0), t, zero, UPCAST)
+    return product_of_terms(t, -right, t, UPCAST)
+
+
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def inner_kernel(
     k_ptr, g_ptr, beta_ptr, offsets_ptr, decay_ptr, inner_ptr,
     N, LENGTH, SEQUENCES, k_row, k_head,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """G, T and -L of a chunk of a v head."""
+    """G and A of a chunk of a v head."""
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
     if sequence == SEQUENCES or start >= end:
         return
@@ -126,73 +155,15 @@ def inner_kernel(
     kk = product(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
     lower = (beta[:, None] * kk) * tl.exp2(decay[:, None] - decay[None, :])
     lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-    t = inverses(diagonal_blocks(lower), _BLOCKS)
+    diagonal = inverses(diagonal_blocks(lower), _BLOCKS)
     b = tl.arange(0, _BLOCKS)
     own = b[:, None, None, None] == b[None, None, :, None]
-    below = tl.reshape(-lower, [_BLOCKS, BLOCK, _BLOCKS, BLOCK])
-    inner = tl.reshape(tl.where(own, t[:, :, None, :], below), [CHUNK, CHUNK])
-    inner = tl.where(i[:, None] >= i[None, :], inner, 0.0)
+    t = tl.reshape(tl.where(own, diagonal[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    t = _merged(t, lower, BLOCK, UPCAST)
+    t = _merged(t, lower, 2 * BLOCK, UPCAST)
     tl.store(decay_ptr + (row * HV + head), decay, mask=inside)
     offset = (row[:, None] * HV + head) * CHUNK + i[None, :]
-    tl.store(inner_ptr + offset, inner.to(tl.bfloat16), mask=inside[:, None])
-
-
-@triton.jit
-def _rest(
-    s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, b, end, head, columns, k_row, k_head, v_row,
-    v_head, HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """r = β (v - 2^G S^ᵀ k) of the rows of block b; 0 of rows that are not there."""
-    row = start + b * BLOCK + tl.arange(0, BLOCK)
-    inside = row < end
-    k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
-    v = rows_at(v_ptr, row, head, columns, v_row, v_head, inside).to(tl.float32)
-    decay = gates_at(decay_ptr, row, head, HV, inside)
-    beta = gates_at(beta_ptr, row, head, HV, inside)
-    read = product(k, s_hat, tl.zeros(v.shape, tl.float32), UPCAST)
-    factor = tl.broadcast_to(-tl.exp2(decay)[:, None], v.shape)
-    r = beta[:, None] * tl.fma(factor, read, v)
-    return tl.where(inside[:, None], r, 0.0)
-
-
-@triton.jit
-def _updated(
-    update, u, k_ptr, decay_ptr, start, b, end, whole, head, k_row, k_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """update + Σ_j 2^(G_C - G_j) k_j u_jᵀ of block b.
-
-    k is loaded again: kept from `_rest` on, it would spill.
-    """
-    row = start + b * BLOCK + tl.arange(0, BLOCK)
-    inside = row < end
-    k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
-    to_end = tl.exp2(whole - gates_at(decay_ptr, row, head, HV, inside))
-    weighted = (k.to(tl.float32) * to_end[:, None]).to(tl.bfloat16)
-    return product(tl.trans(weighted), u, update, UPCAST)
-
-
-@triton.jit
-def inner_at(inner_ptr, start, b, s, end, head, HV: tl.constexpr):
-    """Block (b, s) of a chunk's T and -L, [16, 16]; 0 of rows that are not there."""
-    row = start + b * BLOCK + tl.arange(0, BLOCK)
-    offset = (row[:, None] * HV + head) * CHUNK + s * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return tl.load(inner_ptr + offset, mask=(row < end)[:, None], other=0.0)
-
-
-@triton.jit
-def _closed(inner_ptr, h, start, b, end, head, HV: tl.constexpr, UPCAST: tl.constexpr):
-    """u of block b from the sum that its h is."""
-    h = (h + 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero
-    t = inner_at(inner_ptr, start, b, b, end, head, HV)
-    return (product(t, h, tl.zeros(h.shape, tl.float32), UPCAST) + 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def _store_block(u_ptr, u, start, b, end, head, columns, HV: tl.constexpr, V: tl.constexpr):
-    row = start + b * BLOCK + tl.arange(0, BLOCK)
-    offset = (row[:, None] * HV + head) * V + columns[None, :]
-    tl.store(u_ptr + offset, u, mask=(row < end)[:, None])
+    tl.store(inner_ptr + offset, (t + 0.0).to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit
@@ -239,59 +210,29 @@ def chain_kernel(
         if behind == first:
             tl.store(final_ptr + at, s)
     for start in range(first, end, CHUNK):
-        s_hat = upper_plane(s)
-        at_slot = state_at(slot, head, columns, HV, K, V)
-        tl.store(states_ptr + at_slot, s_hat)
-        h0 = _rest(
-            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 0, end, head, columns, k_row, k_head,
-            v_row, v_head, HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        h1 = _rest(
-            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 1, end, head, columns, k_row, k_head,
-            v_row, v_head, HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        h2 = _rest(
-            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 2, end, head, columns, k_row, k_head,
-            v_row, v_head, HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        h3 = _rest(
-            s_hat, k_ptr, v_ptr, beta_ptr, decay_ptr, start, 3, end, head, columns, k_row, k_head,
-            v_row, v_head, HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        u0 = _closed(inner_ptr, h0, start, 0, end, head, HV, UPCAST)
-        h1 = product(inner_at(inner_ptr, start, 1, 0, end, head, HV), u0, h1, UPCAST)
-        h2 = product(inner_at(inner_ptr, start, 2, 0, end, head, HV), u0, h2, UPCAST)
-        h3 = product(inner_at(inner_ptr, start, 3, 0, end, head, HV), u0, h3, UPCAST)
-        u1 = _closed(inner_ptr, h1, start, 1, end, head, HV, UPCAST)
-        h2 = product(inner_at(inner_ptr, start, 2, 1, end, head, HV), u1, h2, UPCAST)
-        h3 = product(inner_at(inner_ptr, start, 3, 1, end, head, HV), u1, h3, UPCAST)
-        u2 = _closed(inner_ptr, h2, start, 2, end, head, HV, UPCAST)
-        h3 = product(inner_at(inner_ptr, start, 3, 2, end, head, HV), u2, h3, UPCAST)
-        u3 = _closed(inner_ptr, h3, start, 3, end, head, HV, UPCAST)
+        row = start + tl.arange(0, CHUNK)
+        inside = row < end
+        k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
+        v = rows_at(v_ptr, row, head, columns, v_row, v_head, inside).to(tl.float32)
+        inner = rows_at(inner_ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
+        decay = gates_at(decay_ptr, row, head, HV, inside)
+        beta = gates_at(beta_ptr, row, head, HV, inside)
         last = tl.minimum(start + CHUNK, end) - 1
         whole = tl.load(decay_ptr + (last * HV + head))  # G_C
+        s_hat = upper_plane(s)
+        tl.store(states_ptr + state_at(slot, head, columns, HV, K, V), s_hat)
+        read = product(k, s_hat, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
+        factor = tl.broadcast_to(-tl.exp2(decay)[:, None], read.shape)
+        r = beta[:, None] * tl.fma(factor, read, v)
+        r = tl.where(inside[:, None], r + 0.0, 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero
+        u = product(inner, r, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
+        u = (u + 0.0).to(tl.bfloat16)
+        offset = (row[:, None] * HV + head) * V + columns[None, :]
+        tl.store(u_ptr + offset, u, mask=inside[:, None])
+        weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
         update = tl.zeros([K, COLUMNS], tl.float32)
-        update = _updated(
-            update, u0, k_ptr, decay_ptr, start, 0, end, whole, head, k_row, k_head,
-            HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        update = _updated(
-            update, u1, k_ptr, decay_ptr, start, 1, end, whole, head, k_row, k_head,
-            HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        update = _updated(
-            update, u2, k_ptr, decay_ptr, start, 2, end, whole, head, k_row, k_head,
-            HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        update = _updated(
-            update, u3, k_ptr, decay_ptr, start, 3, end, whole, head, k_row, k_head,
-            HV, GROUP, K, UPCAST,
-        )  # fmt: skip
-        s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update + 0.0)
-        _store_block(u_ptr, u0, start, 0, end, head, columns, HV, V)
-        _store_block(u_ptr, u1, start, 1, end, head, columns, HV, V)
-        _store_block(u_ptr, u2, start, 2, end, head, columns, HV, V)
-        _store_block(u_ptr, u3, start, 3, end, head, columns, HV, V)
+        update = product(tl.trans(weighted), u, update, UPCAST) + 0.0
+        s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)
         if final_ptr is not None:
             if last + 1 == behind:
                 tl.store(final_ptr + at, s)

@@ -1,10 +1,10 @@
 """The gated delta rule in Triton, backward: five kernels, from what the forward left.
 
-With P, L, T, S^ and u of the forward, Z = β 2^G dR, and dS', the gradient of the state behind a
+With P, A, S^ and u of the forward, Z = β 2^G dR, and dS', the gradient of the state behind a
 chunk:
 
     local_gradient_kernel      dU = Pᵀ dO
-    chain_gradient_kernel      the last chunk first: dU += 2^(G_C - G) k dS';  dR = (I + L)⁻ᵀ dU;
+    chain_gradient_kernel      the last chunk first: dU += 2^(G_C - G) k dS';  dR = Aᵀ dU;
                       dS = 2^G_C dS' + scale (2^G q)ᵀ dO - kᵀ Z
     scores_gradient_kernel     D1 = scale 2^(G_i - G_j) dO uᵀ, j <= i;  dv = β dR
                                D2 = -β_i 2^(G_i - G_j) dR uᵀ, j < i
@@ -14,11 +14,10 @@ chunk:
 
 Layouts are those of kernel_delta.py; gradients of states are [slots, HV, K, V] bf16, as states are.
 
-Order of sums.  Products as in the forward: bf16 operands, ascending k16 steps into fp32.  dR takes
-the blocks that come later, the last first, and its own T last; dS takes the q of all blocks from
-zero, then the k, ascending, and is added by one fma.  dq and dk of a k head add its v heads,
-ascending.  Sums along a row or a column add neighbours, then their sums; dG stays fp32.
-Rounded to bf16: dU before the chain, the sum that T takes to dR, dR, Z, D1, D2 + D2ᵀ, dS', results.
+Order of sums.  Products as in the forward: bf16 operands, ascending k16 steps into fp32.  dU starts
+from what local_gradient_kernel left; dS takes the q from zero, then the k, and is added by one fma.
+dq and dk of a k head add its v heads, ascending.  Sums along a row or a column add neighbours, then
+their sums; dG stays fp32.  Rounded to bf16: dU, dR, Z, 2^G q, D1, D2 + D2ᵀ, dS', and results.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ import triton.language as tl
 from ...runtime.triton_sums import pairs
 from .kernel import sequence_rows
 from .kernel_delta import (
-    BLOCK,
     CHUNK,
     gates_at,
-    inner_at,
     product,
     rows_at,
     scores,
@@ -66,56 +63,6 @@ def local_gradient_kernel(
     tl.store(du_ptr + offset, du.to(tl.bfloat16), mask=inside[:, None])
 
 
-@triton.jit
-def _block(
-    ds, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, b, end, whole, head, columns,
-    scale, q_row, q_head, k_row, k_head, d_row, d_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """(scale 2^G q, k, dO, β 2^G, dU) of the rows of block b."""
-    row = start + b * BLOCK + tl.arange(0, BLOCK)
-    inside = row < end
-    d = tl.arange(0, K)
-    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside).to(tl.float32)
-    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
-    d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, inside)
-    du = rows_at(du_ptr, row, head, columns, HV * V, V, inside).to(tl.float32)
-    decay = gates_at(decay_ptr, row, head, HV, inside)
-    beta = gates_at(beta_ptr, row, head, HV, inside)
-    grown = tl.exp2(decay)
-    weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
-    du = product(weighted, ds, du, UPCAST)
-    q = (q * (grown * scale)[:, None]).to(tl.bfloat16)
-    return q, k, d_out, beta * grown, tl.where(inside[:, None], du, 0.0)
-
-
-@triton.jit
-def _opened(inner_ptr, x, start, b, end, head, HV: tl.constexpr, UPCAST: tl.constexpr):
-    """dR = Tᵀ x of block b."""
-    x = (x + 0.0).to(tl.bfloat16)
-    t = tl.trans(inner_at(inner_ptr, start, b, b, end, head, HV))
-    return (product(t, x, tl.zeros(x.shape, tl.float32), UPCAST) + 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def _later(inner_ptr, dr, x, start, b, s, end, head, HV: tl.constexpr, UPCAST: tl.constexpr):
-    """x - L_sbᵀ dR_s: what block b owes to a later block s."""
-    return product(tl.trans(inner_at(inner_ptr, start, s, b, end, head, HV)), dr, x, UPCAST)
-
-
-@triton.jit
-def _of_rows(weight, dr):
-    """Z = β 2^G dR, negated and rounded."""
-    return (dr.to(tl.float32) * -weight[:, None]).to(tl.bfloat16)
-
-
-@triton.jit
-def _store_block(dr_ptr, dr, start, b, end, head, columns, HV: tl.constexpr, V: tl.constexpr):
-    row = start + b * BLOCK + tl.arange(0, BLOCK)
-    offset = (row[:, None] * HV + head) * V + columns[None, :]
-    tl.store(dr_ptr + offset, dr, mask=(row < end)[:, None])
-
-
 @triton.jit(do_not_specialize=["LENGTH"])
 def chain_gradient_kernel(
     d_out_ptr, q_ptr, k_ptr, beta_ptr, decay_ptr, inner_ptr, du_ptr, d_final_ptr, offsets_ptr,
@@ -128,6 +75,7 @@ def chain_gradient_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    d = tl.arange(0, K)
     first, end, first_slot = sequence_of(offsets_ptr, sequence, LENGTH)
     at = state_at(sequence, head, columns, HV, K, V)
     ds = tl.zeros([K, COLUMNS], tl.float32)
@@ -137,54 +85,32 @@ def chain_gradient_kernel(
     for i in range(0, chunks):
         chunk = chunks - 1 - i
         start = first + chunk * CHUNK
-        ds_hat = ds.to(tl.bfloat16)
-        tl.store(d_states_ptr + state_at(first_slot + chunk, head, columns, HV, K, V), ds_hat)
+        row = start + tl.arange(0, CHUNK)
+        inside = row < end
+        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside).to(tl.float32)
+        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+        d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, inside)
+        du = rows_at(du_ptr, row, head, columns, HV * V, V, inside).to(tl.float32)
+        inner = rows_at(inner_ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
+        decay = gates_at(decay_ptr, row, head, HV, inside)
+        beta = gates_at(beta_ptr, row, head, HV, inside)
         last = tl.minimum(start + CHUNK, end) - 1
         whole = tl.load(decay_ptr + (last * HV + head))
-        q0, k0, o0, w0, x0 = _block(
-            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 0, end, whole,
-            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
-            HV, GROUP, K, V, UPCAST,
-        )  # fmt: skip
-        q1, k1, o1, w1, x1 = _block(
-            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 1, end, whole,
-            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
-            HV, GROUP, K, V, UPCAST,
-        )  # fmt: skip
-        q2, k2, o2, w2, x2 = _block(
-            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 2, end, whole,
-            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
-            HV, GROUP, K, V, UPCAST,
-        )  # fmt: skip
-        q3, k3, o3, w3, x3 = _block(
-            ds_hat, q_ptr, k_ptr, d_out_ptr, du_ptr, beta_ptr, decay_ptr, start, 3, end, whole,
-            head, columns, scale, q_row, q_head, k_row, k_head, d_row, d_head,
-            HV, GROUP, K, V, UPCAST,
-        )  # fmt: skip
-        dr3 = _opened(inner_ptr, x3, start, 3, end, head, HV, UPCAST)
-        x2 = _later(inner_ptr, dr3, x2, start, 2, 3, end, head, HV, UPCAST)
-        x1 = _later(inner_ptr, dr3, x1, start, 1, 3, end, head, HV, UPCAST)
-        x0 = _later(inner_ptr, dr3, x0, start, 0, 3, end, head, HV, UPCAST)
-        dr2 = _opened(inner_ptr, x2, start, 2, end, head, HV, UPCAST)
-        x1 = _later(inner_ptr, dr2, x1, start, 1, 2, end, head, HV, UPCAST)
-        x0 = _later(inner_ptr, dr2, x0, start, 0, 2, end, head, HV, UPCAST)
-        dr1 = _opened(inner_ptr, x1, start, 1, end, head, HV, UPCAST)
-        x0 = _later(inner_ptr, dr1, x0, start, 0, 1, end, head, HV, UPCAST)
-        dr0 = _opened(inner_ptr, x0, start, 0, end, head, HV, UPCAST)
-        update = tl.zeros([K, COLUMNS], tl.float32)
-        update = product(tl.trans(q0), o0, update, UPCAST)
-        update = product(tl.trans(q1), o1, update, UPCAST)
-        update = product(tl.trans(q2), o2, update, UPCAST)
-        update = product(tl.trans(q3), o3, update, UPCAST)
-        update = product(tl.trans(k0), _of_rows(w0, dr0), update, UPCAST)
-        update = product(tl.trans(k1), _of_rows(w1, dr1), update, UPCAST)
-        update = product(tl.trans(k2), _of_rows(w2, dr2), update, UPCAST)
-        update = product(tl.trans(k3), _of_rows(w3, dr3), update, UPCAST)
-        ds = tl.fma(tl.broadcast_to(tl.exp2(whole), ds.shape), ds, update + 0.0)
-        _store_block(dr_ptr, dr0, start, 0, end, head, columns, HV, V)
-        _store_block(dr_ptr, dr1, start, 1, end, head, columns, HV, V)
-        _store_block(dr_ptr, dr2, start, 2, end, head, columns, HV, V)
-        _store_block(dr_ptr, dr3, start, 3, end, head, columns, HV, V)
+        ds_hat = ds.to(tl.bfloat16)
+        tl.store(d_states_ptr + state_at(first_slot + chunk, head, columns, HV, K, V), ds_hat)
+        grown = tl.exp2(decay)
+        weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
+        du = product(weighted, ds_hat, du, UPCAST) + 0.0
+        du = tl.where(inside[:, None], du, 0.0).to(tl.bfloat16)
+        dr = product(tl.trans(inner), du, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
+        dr = (dr + 0.0).to(tl.bfloat16)
+        offset = (row[:, None] * HV + head) * V + columns[None, :]
+        tl.store(dr_ptr + offset, dr, mask=inside[:, None])
+        q = tl.trans((q * (grown * scale)[:, None]).to(tl.bfloat16))
+        update = product(q, d_out, tl.zeros([K, COLUMNS], tl.float32), UPCAST)
+        z = (dr.to(tl.float32) * -(beta * grown)[:, None]).to(tl.bfloat16)
+        update = product(tl.trans(k), z, update, UPCAST) + 0.0
+        ds = tl.fma(tl.broadcast_to(tl.exp2(whole), ds.shape), ds, update)
     if d_initial_ptr is not None:
         tl.store(d_initial_ptr + at, ds)
 

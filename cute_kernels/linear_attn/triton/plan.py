@@ -15,7 +15,8 @@ class TritonPlan:
         chunks; groups of slots that it loads together.
     norm_rows: Rows of a program of l2norm.
     gate_elements: Elements of a program of the decay.
-    chain_columns, output_columns: Columns of V of a program of the delta rule, at most.
+    chain_columns, output_columns: Columns of V of a program of the delta rule, at most; half of the
+        first where few programs would be left, below chain_programs.
     delta_warps, gradient_warps: Warps of its programs; those of the last kernel of its backward.
     log_terms: Terms of the series of ln(1 + u); the next is below 2^-29 of it.
     fp_fusion: Whether the compiler may fuse; a multiply-add is written as one.
@@ -28,7 +29,8 @@ class TritonPlan:
     add_ahead: int = 32
     norm_rows: int = 16
     gate_elements: int = 512
-    chain_columns: int = 32
+    chain_columns: int = 64
+    chain_programs: int = 132
     output_columns: int = 64
     delta_warps: int = 4
     gradient_warps: int = 8
@@ -72,3 +74,10 @@ class GatedNormPlan:
 
 
 GATED_NORM = GatedNormPlan()
+
+
+def chain_columns(values: int, heads: int, sequences: int) -> int:
+    """Columns of V of a program that goes through the chunks of a sequence."""
+    columns = min(values, TRITON.chain_columns)
+    few = sequences * heads * (values // columns) < TRITON.chain_programs
+    return columns // 2 if few and columns > 16 else columns

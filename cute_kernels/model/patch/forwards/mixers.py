@@ -271,8 +271,8 @@ def _mix_cached(
     def new_record(slots: int, drafts: int) -> LinearAttentionCache:
         return LinearAttentionCache(
             1, slots, heads=(self.num_k_heads, self.num_v_heads),
-            sizes=(self.head_k_dim, self.head_v_dim), channels=rows[0].shape[2],
-            width=self.conv1d.kernel_size[0], drafts=drafts,
+            sizes=(self.head_k_dim, self.head_v_dim),
+            conv=(rows[0].shape[2], self.conv1d.kernel_size[0]), drafts=drafts,
             dtype=rows[0].dtype, device=rows[0].device,
         )  # fmt: skip
 
