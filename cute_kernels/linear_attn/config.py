@@ -91,8 +91,9 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
         order = "row by row: decay, u = beta (v - S k), S + k u, scale S q; sums by halves"
         return common | {"order": order} | _arithmetic(backend, device)
     order = (
-        "decays 2^(G_i - G_j) of a running sum G; A = (I + L)^-1 by rows of diagonal blocks, then "
-        "pairs of blocks in two bf16 terms; u = A r, P u on q S, the update of S from zero"
+        "decays 2^(G_i - G_j) of sums G, neighbours first; A = (I + L)^-1 by rows of diagonal "
+        "blocks, then pairs of blocks in two bf16 terms; u = A r, P u on q S, the update of S "
+        "from zero"
     )
     products = "bf16 operands, fp32 accumulators, ascending k"
     return common | _arithmetic(backend, device) | {

@@ -174,8 +174,9 @@ MUTANTS = {
     ),
     "the_update_on_the_state": (
         predicted,
-        ("update = tl.zeros([K, COLUMNS], tl.float32)", "update = s * tl.exp2(whole)"),
-        ("s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)", "s = update"),
+        ("update = product(tl.trans(weighted), u, tl.zeros(s.shape, tl.float32), UPCAST) + 0.0",
+         "update = product(tl.trans(weighted), u, s * tl.exp2(whole), UPCAST)"),
+        ("return tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)", "return update"),
     ),
     "one_term": (
         predicted,
@@ -190,10 +191,8 @@ MUTANTS = {
         ("return tl.load(ptr + offset, mask=inside[:, None], other=0.0)",
          "return tl.load(ptr + offset)"),
     ),
-    "a_scan_of_the_decays": (
-        predicted,
-        ("total = tl.where(row >= start + i, total + g, total)",
-         "total = tl.where(row >= start + i, g + total * 1.0000001, total)"),
+    "another_decay": (
+        predicted, ("i[None, :] <= i[:, None], (g *", "i[None, :] < i[:, None], (g *"),
     ),
     "the_open_chunk_counts": (parts, ("tl.maximum(end - first - LAG, 0) //", "(end - first) //")),
 }  # fmt: skip

@@ -42,10 +42,11 @@ def _chunk(q, k, v, g, beta, state, scale):
     count = len(q)
     q, k, v = (torch.nn.functional.pad(t, (0, 0, 0, CHUNK - count)) for t in (q, k, v))
     g, beta = (torch.nn.functional.pad(t, (0, CHUNK - count)) for t in (g, beta))
-    decay = g.new_empty(CHUNK)
-    total = g.new_zeros(())
-    for i, step in enumerate(g * torch.tensor(elementary.LOG2E_FP32[0], dtype=torch.float32)):
-        total = decay[i] = total + step
+    log2e = torch.tensor(elementary.LOG2E_FP32[0], dtype=torch.float32)
+    steps = torch.ones(CHUNK, CHUNK).tril() * (g * log2e)
+    while steps.shape[1] > 1:
+        steps = steps[:, ::2] + steps[:, 1::2]
+    decay = steps[:, 0]
     grown, i = decay.exp2()[:, None], torch.arange(CHUNK)
     weight = (decay[:, None] - decay).exp2()
     high = _upper_plane(state).mT.contiguous()  # [V, K]

@@ -45,7 +45,7 @@ def delta_rule(
             k, v, beta, saved.decay, saved.inner, initial, sequences.offsets, saved.u, saved.states,
             None if last is None else last.states, sequences.length,
             -1 if last is None else last.lag, *k.stride()[:2], *v.stride()[:2],
-            V=values, COLUMNS=chain, **common, **options,
+            V=values, COLUMNS=chain, num_stages=TRITON.chain_stages, **common, **options,
         )  # fmt: skip
         kernels.output_kernel[(slots, heads, values // output)](
             q, k, saved.u, saved.decay, saved.states, sequences.offsets, out,

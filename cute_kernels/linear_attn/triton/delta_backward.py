@@ -53,6 +53,7 @@ def delta_rule_backward(
             d_out, q, k, beta, saved.decay, saved.inner, du, d_final, offsets,
             dr, d_states, gradients.initial, sequences.length, scale, *strides,
             COLUMNS=columns, **common, **fusion, num_warps=TRITON.delta_warps,
+            num_stages=TRITON.chain_stages,
         )  # fmt: skip
         kernels.scores_gradient_kernel[(slots, heads)](
             d_out, q, k, v, beta, saved.decay, saved.u, dr, offsets, d1, d2, dv, d_decay, of_beta,

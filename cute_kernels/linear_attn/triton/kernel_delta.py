@@ -13,13 +13,14 @@ Layouts.  Rows [N, H, K] or [N, H, V], neighbours of a head side by side; gates 
 `Sequences.slots(64)`; S^ is S rounded to bf16, ties away from zero.  k head h serves the HV / H v
 heads from h HV / H on.
 
-Order of sums.  A sequence's chunks of 64 rows begin at its first row.  g is in log2 units, and G a
-chain of its rows from 0.  Products have bf16 operands and ascending k16 steps into fp32.  A is made
-of its blocks of 16 rows on the diagonal, where row i is e_i - Σ_m L_im A_m, m ascending, one fma
-each; then of pairs of blocks, (T₁ 0; -T₂ L₂₁ T₁, T₂), and pairs of pairs, by products of operands
-in two bf16 terms, of which the smallest product is left out.  u, P u and the update of S take k16
-steps in ascending order; the update starts from zero and is added by one fma, P u starts from o's
-first term.  Rounded to bf16: S^, A, r, u, P, 2^(G_C - G_j) k_j, o.
+Order of sums.  A sequence's chunks of 64 rows begin at its first row.  g is in log2 units; G_i is
+the sum of the rows up to i, neighbours first, in a tree of 64 places that zeros fill.  Products
+have bf16 operands and ascending k16 steps into fp32.  A is made of its blocks of 16 rows on the
+diagonal, where row i is e_i - Σ_m L_im A_m, m ascending, one fma each; then of pairs of blocks,
+which have -T₂ L₂₁ T₁ below T₁ and T₂, and pairs of pairs, by products of operands in two bf16
+terms, without the smallest product.  u, P u and the update of S take k16 steps in ascending order;
+the update starts from zero and is added by one fma, P u starts from o's first term.  Rounded to
+bf16: S^, A, r, u, P, 2^(G_C - G_j) k_j, o.
 
 No row meets a later one: those enter as zeros by selection.  (A NaN in a row may reach the rows
 before it in its chunk: 0 · NaN.)  Nothing is fused but `tl.fma`; nothing is atomic or autotuned;
@@ -32,6 +33,7 @@ import triton
 import triton.language as tl
 
 from ...cpu import elementary
+from ...runtime.triton_sums import pairs
 from .kernel import sequence_rows
 
 CHUNK = tl.constexpr(64)
@@ -75,13 +77,11 @@ def gates_at(ptr, row, head, HV, inside):
 
 
 @triton.jit
-def decays(g_ptr, row, start, stop, head, HV):
-    """G of rows from ``start`` on: one after another from 0, in log2 units."""
-    total = tl.zeros_like(row).to(tl.float32)
-    for i in range(0, stop - start):
-        g = tl.load(g_ptr + ((start + i) * HV + head)).to(tl.float32) * _LOG2E
-        total = tl.where(row >= start + i, total + g, total)
-    return total
+def decays(g):
+    """G [64] of a chunk, in log2 units: sums of the rows up to each, neighbours first."""
+    i = tl.arange(0, CHUNK)
+    steps = tl.where(i[None, :] <= i[:, None], (g * _LOG2E)[None, :], 0.0)
+    return pairs(steps, CHUNK, CHUNK)
 
 
 @triton.jit
@@ -134,6 +134,57 @@ def _merged(t, lower, SIZE: tl.constexpr, UPCAST: tl.constexpr):
     return product_of_terms(t, -right, t, UPCAST)
 
 
+@triton.jit
+def inverse(k, beta, decay, UPCAST: tl.constexpr):
+    """A = (I + L)⁻¹ of a chunk's rows, rounded."""
+    i = tl.arange(0, CHUNK)
+    kk = product(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
+    lower = (beta[:, None] * kk) * tl.exp2(decay[:, None] - decay[None, :])
+    lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+    diagonal = inverses(diagonal_blocks(lower), _BLOCKS)
+    b = tl.arange(0, _BLOCKS)
+    own = b[:, None, None, None] == b[None, None, :, None]
+    t = tl.reshape(tl.where(own, diagonal[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    t = _merged(t, lower, BLOCK, UPCAST)
+    t = _merged(t, lower, 2 * BLOCK, UPCAST)
+    return (t + 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def corrected(k, v, beta, decay, inner, s_hat, inside, UPCAST: tl.constexpr):
+    """u = A r of a chunk's rows, r = β (v - 2^G S^ᵀ k), 0 of rows that are not there."""
+    zero = tl.zeros(v.shape, tl.float32)
+    factor = tl.broadcast_to(-tl.exp2(decay)[:, None], v.shape)
+    r = beta[:, None] * tl.fma(factor, product(k, s_hat, zero, UPCAST), v)
+    r = tl.where(inside[:, None], r + 0.0, 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero
+    return (product(inner, r, zero, UPCAST) + 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def next_state(s, k, u, decay, whole, UPCAST: tl.constexpr):
+    """S' = 2^G_C S + Σ_j 2^(G_C - G_j) k_j u_jᵀ."""
+    weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
+    update = product(tl.trans(weighted), u, tl.zeros(s.shape, tl.float32), UPCAST) + 0.0
+    return tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)
+
+
+@triton.jit
+def scores(qk, decay, scale):
+    """P = (q·k) 2^(G_i - G_j) scale of j <= i, fp32."""
+    i = tl.arange(0, CHUNK)
+    weight = tl.exp2(decay[:, None] - decay[None, :]) * scale
+    return tl.where(i[:, None] >= i[None, :], qk * weight, 0.0)
+
+
+@triton.jit
+def outputs(q, k, u, s_hat, decay, scale, UPCAST: tl.constexpr):
+    """o of a chunk's rows, before its rounding."""
+    qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
+    p = scores(qk, decay, scale).to(tl.bfloat16)
+    out = product(q, s_hat, tl.zeros(u.shape, tl.float32), UPCAST)
+    return product(p, u, out * (tl.exp2(decay) * scale)[:, None], UPCAST) + 0.0
+
+
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def inner_kernel(
     k_ptr, g_ptr, beta_ptr, offsets_ptr, decay_ptr, inner_ptr,
@@ -148,22 +199,13 @@ def inner_kernel(
     i = tl.arange(0, CHUNK)
     row = start + i
     inside = row < end
-    stop = tl.minimum(start + CHUNK, end)
-    decay = decays(g_ptr, row, start, stop, head, HV)
+    decay = decays(gates_at(g_ptr, row, head, HV, inside))
     beta = gates_at(beta_ptr, row, head, HV, inside)
     k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
-    kk = product(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
-    lower = (beta[:, None] * kk) * tl.exp2(decay[:, None] - decay[None, :])
-    lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-    diagonal = inverses(diagonal_blocks(lower), _BLOCKS)
-    b = tl.arange(0, _BLOCKS)
-    own = b[:, None, None, None] == b[None, None, :, None]
-    t = tl.reshape(tl.where(own, diagonal[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    t = _merged(t, lower, BLOCK, UPCAST)
-    t = _merged(t, lower, 2 * BLOCK, UPCAST)
+    inner = inverse(k, beta, decay, UPCAST)
     tl.store(decay_ptr + (row * HV + head), decay, mask=inside)
     offset = (row[:, None] * HV + head) * CHUNK + i[None, :]
-    tl.store(inner_ptr + offset, (t + 0.0).to(tl.bfloat16), mask=inside[:, None])
+    tl.store(inner_ptr + offset, inner, mask=inside[:, None])
 
 
 @triton.jit
@@ -221,30 +263,14 @@ def chain_kernel(
         whole = tl.load(decay_ptr + (last * HV + head))  # G_C
         s_hat = upper_plane(s)
         tl.store(states_ptr + state_at(slot, head, columns, HV, K, V), s_hat)
-        read = product(k, s_hat, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
-        factor = tl.broadcast_to(-tl.exp2(decay)[:, None], read.shape)
-        r = beta[:, None] * tl.fma(factor, read, v)
-        r = tl.where(inside[:, None], r + 0.0, 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero
-        u = product(inner, r, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
-        u = (u + 0.0).to(tl.bfloat16)
+        u = corrected(k, v, beta, decay, inner, s_hat, inside, UPCAST)
         offset = (row[:, None] * HV + head) * V + columns[None, :]
         tl.store(u_ptr + offset, u, mask=inside[:, None])
-        weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
-        update = tl.zeros([K, COLUMNS], tl.float32)
-        update = product(tl.trans(weighted), u, update, UPCAST) + 0.0
-        s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)
+        s = next_state(s, k, u, decay, whole, UPCAST)
         if final_ptr is not None:
             if last + 1 == behind:
                 tl.store(final_ptr + at, s)
         slot += 1
-
-
-@triton.jit
-def scores(qk, decay, scale):
-    """P = (q·k) 2^(G_i - G_j) scale of j <= i, fp32."""
-    i = tl.arange(0, CHUNK)
-    weight = tl.exp2(decay[:, None] - decay[None, :]) * scale
-    return tl.where(i[:, None] >= i[None, :], qk * weight, 0.0)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
@@ -269,9 +295,6 @@ def output_kernel(
         decay = gates_at(decay_ptr, row, head, HV, inside)
         slot = tl.program_id(0).to(tl.int64)
         s_hat = tl.load(states_ptr + state_at(slot, head, columns, HV, K, V), mask=start < end)
-        qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
-        p = scores(qk, decay, scale).to(tl.bfloat16)
-        out = product(q, s_hat, out, UPCAST) * (tl.exp2(decay) * scale)[:, None]
-        out = product(p, u, out, UPCAST) + 0.0
+        out = outputs(q, k, u, s_hat, decay, scale, UPCAST)
     offset = (row[:, None] * HV + head) * V + columns[None, :]
     tl.store(out_ptr + offset, out.to(tl.bfloat16), mask=inside[:, None])

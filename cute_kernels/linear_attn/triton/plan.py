@@ -17,6 +17,7 @@ class TritonPlan:
     gate_elements: Elements of a program of the decay.
     chain_columns, output_columns: Columns of V of a program of the delta rule, at most; half of the
         first where few programs would be left, below chain_programs.
+    chain_stages: Chunks whose loads are under way in those programs.
     delta_warps, gradient_warps: Warps of its programs; those of the last kernel of its backward.
     log_terms: Terms of the series of ln(1 + u); the next is below 2^-29 of it.
     fp_fusion: Whether the compiler may fuse; a multiply-add is written as one.
@@ -31,6 +32,7 @@ class TritonPlan:
     gate_elements: int = 512
     chain_columns: int = 64
     chain_programs: int = 132
+    chain_stages: int = 2
     output_columns: int = 64
     delta_warps: int = 4
     gradient_warps: int = 8
