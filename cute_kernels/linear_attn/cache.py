@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..arch import TRITON
 from ..errors import ArgumentValueError, expected
-from ..runtime import checking
-from . import op_delta
+from ..runtime import checking, dispatch
+from . import checks, op_delta
 from .config import DELTA_CHUNK
+from .tensors import DeltaRecord, DeltaRule
 
 
 class _Pieces(NamedTuple):
@@ -83,6 +85,11 @@ class _Ring:
         return new
 
 
+def _ring_rows(drafts: int) -> int:
+    """Rows of a ring: an open chunk, drafts behind it, and the next step's row and drafts."""
+    return DELTA_CHUNK + 2 * drafts
+
+
 class LinearAttentionLayerCache:
     """The record of one layer; see `LinearAttentionCache`, which makes it.
 
@@ -103,7 +110,7 @@ class LinearAttentionLayerCache:
         device: torch.device | str | None,
     ):
         (k_heads, v_heads), (k, v), (channels, width) = heads, sizes, conv
-        rows, self.drafts, self.width = DELTA_CHUNK + drafts, drafts, width
+        rows, self.drafts, self.width = _ring_rows(drafts), drafts, width
         self.state = torch.zeros(slots, v_heads, k, v, dtype=torch.float32, device=device)
         self.grid, self.length, self.conv_length = (
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
@@ -174,6 +181,9 @@ class LinearAttentionLayerCache:
         Returns:
             o [B, T, HV, V], with the bytes of one pass over the whole sequence.
         """
+        self._may_drop = self.drafts
+        if self._is_step(q, v):
+            return self._step(DeltaRule(q, k, v, g, beta, None), scale, cu_seqlens, slots)
         pieces = _pieces(v.shape[0], v.shape[1], cu_seqlens, v.device)
         slot = self._slots(pieces, slots)
         base, start = self.grid[slot], self.length[slot]
@@ -210,15 +220,43 @@ class LinearAttentionLayerCache:
             ring.write(of, position, keep, given.flatten(0, 1))
         self.state[slot], self.grid[slot] = state, behind
         self.length[slot] = start + pieces.count
-        self._may_drop = self.drafts
         at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
         return out[0][at].unflatten(0, v.shape[:2])  # 0 of rows behind the pack
+
+    def _is_step(self, q: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether new rows find room beside the old ones: one launch does it all, on a GPU."""
+        on_gpu = op_delta.backend(v.device, v.dtype) == TRITON
+        return on_gpu and q.dtype == self._k.data.dtype and v.shape[1] <= self.drafts + 1
+
+    def _step(
+        self,
+        operands: DeltaRule,
+        scale: float | None,
+        cu_seqlens: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> torch.Tensor:
+        checks.delta_rule(operands, cu_seqlens, scale)
+        q, v = operands.q, operands.v
+        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        rings = (self._k, self._v, self._g, self._beta)
+        tensors = self.state, *(ring.data for ring in rings)
+        record = DeltaRecord(tensors, self.grid, self.length, self._k.rows, self.drafts)
+        dispatch.launcher("gated_delta_step", v.device, v.dtype)(
+            DeltaRule(*(t.flatten(0, 1) for t in operands[:5]), None),
+            v.shape[1],
+            cu_seqlens,
+            slots,
+            q.shape[3] ** -0.5 if scale is None else scale,
+            out.flatten(0, 1),
+            record,
+        )
+        return out
 
     def _select(self, slots: torch.Tensor, drafts: int) -> LinearAttentionLayerCache:
         new = copy.copy(self)
         new.drafts, new._may_drop = drafts, 0
         new.state, new.grid, new.length, new.conv_length = (t[slots] for t in self._each())
-        rows = DELTA_CHUNK + drafts
+        rows = _ring_rows(drafts)
         new._k, new._v, new._g, new._beta = (
             ring.select(slots, rows, new.length) for ring in self._rings()[:4]
         )
@@ -254,7 +292,7 @@ class LinearAttentionCache:
         dtype: Of q, k, v and of the convolution's inputs.
         device: Of the record; as `torch.zeros`.
 
-    Memory of a layer and slot: 4 HV K V bytes of state; 64 + drafts rows of (H K + HV V) elements
+    Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of (H K + HV V) elements
     and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.
 
     Guarantees: as `chunk_gated_delta_rule` and `causal_conv1d_fn`, whose bytes the rows have.

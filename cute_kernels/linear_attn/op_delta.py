@@ -37,13 +37,23 @@ for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")
         contract="chunk_gated_delta_rule",
     )
 
+dispatch.register(
+    "gated_delta_step",
+    {
+        TRITON: Implementation(
+            f"{__package__}.triton.delta_step:delta_step", frozenset({torch.bfloat16})
+        )
+    },
+    contract="chunk_gated_delta_rule",
+)
 
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend(_ENTRY, device, dtype)
 
 
 for _name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-    contracts.register(contracts.Contract(_name, config.KEPT, config.delta_facts, _backend))
+    contracts.register(contracts.Contract(_name, config.KEPT, config.delta_facts, backend))
 
 
 def _check(*args):
@@ -101,7 +111,7 @@ def _plan(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
     if not v.numel():
         return Plan(_run_nothing, cacheable=False)
     launch = dispatch.launcher(_ENTRY, v.device, v.dtype)
-    on_cpu = _backend(v.device, v.dtype) == CPU
+    on_cpu = backend(v.device, v.dtype) == CPU
 
     def run(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
         out, final, *saved = _results(k, v, offsets, with_final, on_cpu)

@@ -78,6 +78,20 @@ class DeltaSaved(NamedTuple):
     u: torch.Tensor
 
 
+class DeltaRecord(NamedTuple):
+    """What a cache keeps of sequences; `triton.delta_step.delta_step` writes all of it.
+
+    tensors: state [slots, HV, K, V], fp32, and the rings of k, v, g, beta, [slots R + 1, H, ...].
+    grid, length: [slots], int64.  rows: R.  drafts: Last rows that may yet be dropped.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    grid: torch.Tensor
+    length: torch.Tensor
+    rows: int
+    drafts: int
+
+
 class DeltaGradients(NamedTuple):
     """Gradients that a backward writes, of the operands' shapes and dtypes; None: not needed."""
 

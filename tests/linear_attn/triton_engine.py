@@ -56,4 +56,19 @@ DELTA_BACKWARD = Runner(
     },
     files=("kernel", "kernel_delta", "kernel_delta_backward", "delta", "delta_backward"),
 )
-RUNNERS = (RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD)
+DELTA_STEP = Runner(
+    package,
+    {
+        "step_kernel": (
+            "state_ptr",
+            "k_ring_ptr",
+            "v_ring_ptr",
+            "g_ring_ptr",
+            "beta_ring_ptr",
+            "out_ptr",
+        ),
+        "advance_kernel": ("grid_ptr", "length_ptr"),
+    },
+    files=("kernel", "kernel_delta", "kernel_delta_step", "delta", "delta_step"),
+)
+RUNNERS = (RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD, DELTA_STEP)

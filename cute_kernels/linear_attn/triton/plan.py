@@ -18,7 +18,8 @@ class TritonPlan:
     chain_columns, output_columns: Columns of V of a program of the delta rule, at most; half of the
         first where few programs would be left, below chain_programs.
     chain_stages: Chunks whose loads are under way in those programs.
-    delta_warps, gradient_warps: Warps of its programs; those of the last kernel of its backward.
+    delta_warps, gradient_warps, step_warps: Warps of its programs; of those behind the chain in its
+        backward; of decoding.
     log_terms: Terms of the series of ln(1 + u); the next is below 2^-29 of it.
     fp_fusion: Whether the compiler may fuse; a multiply-add is written as one.
     """
@@ -36,6 +37,7 @@ class TritonPlan:
     output_columns: int = 64
     delta_warps: int = 4
     gradient_warps: int = 8
+    step_warps: int = 8
     log_terms: int = 8
     num_warps: int = 4
     fp_fusion: bool = False
