@@ -110,6 +110,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         Conv,
         ConvGradients,
         DeltaGradients,
+        DeltaRecord,
         DeltaRule,
         DeltaSaved,
         Gate,
@@ -126,7 +127,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        for module in (delta, delta_backward, gate, linear_attn, routing, rowwise):
+        for module in (delta, delta_backward, delta_step, gate, linear_attn, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
         routing.gather(y, offsets, positions[0], positions)
@@ -147,6 +148,8 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         rule = DeltaRule(v[0], v[0], v[0], decay, decay, None), Sequences(wide, 1, None), 1.0
         delta.delta_rule(*rule, v[0], None, saved)
         delta_backward.delta_rule_backward(v[0], None, *rule, saved, DeltaGradients(*[None] * 6))
+        record = DeltaRecord((v,) * 5, decay, decay, 64, 0)
+        delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

@@ -49,6 +49,7 @@ dispatch.register(
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the backend of the rule."""
     return dispatch.backend(_ENTRY, device, dtype)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 
 pytest.importorskip("triton")
@@ -12,7 +10,7 @@ import torch
 
 from cute_kernels.cpu import elementary
 from cute_kernels.linear_attn import cpu_delta, op_delta
-from cute_kernels.linear_attn.tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
+from cute_kernels.linear_attn.tensors import DeltaGradients, DeltaRule, Last
 from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.oracles import delta_chunks
@@ -30,6 +28,7 @@ from tests.triton_runner import (
 )
 
 from .delta_cases import BF16, FP32, Case, operands, upstream
+from .delta_launches import ALLOWED, SCALE, Forward, batched, forward, slow
 from .triton_engine import DELTA, DELTA_BACKWARD
 
 pytestmark = pytest.mark.simulates("linear_attn.triton")
@@ -37,37 +36,6 @@ pytestmark = pytest.mark.simulates("linear_attn.triton")
 #: Two chunks and a tail, one row, no row; rows behind the last sequence.
 PACK = Case((70, 0, 1, 130), heads=(1, 2), sizes=(32, 32), behind=3)
 BATCH = Case((67,), batch=2, heads=(2, 2), sizes=(16, 64), beta=FP32, initial=False)
-SCALE = 0.25
-
-
-class Forward(NamedTuple):
-    """Results of a forward: o, the last states, what is saved."""
-
-    out: torch.Tensor
-    final: torch.Tensor
-    saved: DeltaSaved
-
-
-def slow(given: Case) -> DeltaRule:
-    """Operands whose gates let rows of other blocks count."""
-    o = operands(given)
-    return o._replace(g=o.g * 0.05)
-
-
-def forward(launch, given: Case, o: DeltaRule, lag: int = -1) -> Forward:
-    k, v = (t.unflatten(0, (1, -1)) for t in (o.k, o.v))
-    rows = given.rows if given.batch == 0 else given.batch * given.lengths[0]
-    assert rows == len(o.v)
-    saved = op_delta._saved(*_batched(given, k, v), given.offsets, on_cpu=launch is cpu_delta)
-    out = torch.full_like(o.v, float("nan"))
-    final = torch.full((given.count, given.heads[1], *given.sizes), float("nan"))
-    launch.delta_rule(o, given.sequences, SCALE, out, Last(final, lag), saved)
-    return Forward(out, final, saved)
-
-
-def _batched(given: Case, *rows: torch.Tensor) -> list[torch.Tensor]:
-    shape = (given.batch, given.lengths[0]) if given.batch else (1, given.rows)
-    return [t[0].unflatten(0, shape) for t in rows]
 
 
 def backward(launch, given: Case, o: DeltaRule, of: Forward, slopes=None) -> DeltaGradients:
@@ -288,7 +256,7 @@ def everything(given: Case):
     o = operands(given)
 
     def call(launch) -> None:
-        rows = _batched(given, *(t.unflatten(0, (1, -1)) for t in (o.k, o.v)))
+        rows = batched(given, *(t.unflatten(0, (1, -1)) for t in (o.k, o.v)))
         saved = op_delta._saved(*rows, given.offsets, on_cpu=False)
         final = torch.empty(given.count, given.heads[1], *given.sizes)
         if hasattr(launch, "delta_rule_backward"):
@@ -298,10 +266,6 @@ def everything(given: Case):
             launch.delta_rule(o, given.sequences, SCALE, o.v, Last(final), saved)
 
     return call
-
-
-#: They multiply; sums of one number and zeros have one result in any order.  K of 128 spills.
-ALLOWED = {"matrix instruction", "a sum in the order of the compiler", "spills"}
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), (64, 32)])

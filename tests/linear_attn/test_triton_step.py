@@ -22,7 +22,7 @@ from tests.triton_runner import (
 )
 
 from .delta_cases import BF16, FP32, Case, operands
-from .test_triton_delta import ALLOWED, SCALE, forward
+from .delta_launches import ALLOWED, SCALE, forward
 from .triton_engine import DELTA, DELTA_STEP
 
 pytestmark = pytest.mark.simulates("linear_attn.triton")
