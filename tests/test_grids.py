@@ -117,7 +117,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         GateGradients,
         Sequences,
     )
-    from cute_kernels.linear_attn.triton import delta, delta_backward, gate
+    from cute_kernels.linear_attn.triton import delta, delta_backward, delta_step, gate
     from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
