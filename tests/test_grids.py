@@ -168,5 +168,5 @@ def test_triton():
         and node.value.attr.endswith("_kernel")
     }
     grids = _wide_launches()
-    assert set(grids) == launches
+    assert {kernel for kernel, grid in grids.items() if len(grid) > 1} == launches
     assert all(max(grid[1:]) <= LIMIT for grid in grids.values()), grids
