@@ -104,7 +104,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
-    from cute_kernels.linear_attn import op_delta
+    from cute_kernels.linear_attn import op_delta, op_ssd
     from cute_kernels.linear_attn.config import MAX_CHANNELS, MAX_HEADS
     from cute_kernels.linear_attn.tensors import (
         Conv,
@@ -116,8 +116,19 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         Gate,
         GateGradients,
         Sequences,
+        StateSpace,
+        StateSpaceGradients,
+        StateSpaceSaved,
+        StepOptions,
     )
-    from cute_kernels.linear_attn.triton import delta, delta_backward, delta_step, gate
+    from cute_kernels.linear_attn.triton import (
+        delta,
+        delta_backward,
+        delta_step,
+        gate,
+        ssd,
+        ssd_backward,
+    )
     from cute_kernels.linear_attn.triton import launch as linear_attn
     from cute_kernels.moe.triton import routing
     from cute_kernels.rowwise.triton import launch as rowwise
@@ -127,7 +138,8 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        for module in (delta, delta_backward, delta_step, gate, linear_attn, routing, rowwise):
+        linear = delta, delta_backward, delta_step, gate, linear_attn, ssd, ssd_backward
+        for module in (*linear, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
         routing.gather(y, offsets, positions[0], positions)
@@ -150,6 +162,13 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta_backward.delta_rule_backward(v[0], None, *rule, saved, DeltaGradients(*[None] * 6))
         record = DeltaRecord((v,) * 5, decay, decay, 64, 0)
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
+        x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]
+        saved = StateSpaceSaved(*op_ssd._saved(x, v, None, None, on_cpu=False))
+        scan = StateSpace(x[0], decay, A, v[0], v[0], x[0, 0], None, A, None), rule[1]
+        scan = *scan, StepOptions(True, 0.0, 1.0)
+        ssd.ssd_scan(*scan, x[0], None, saved)
+        gradients = StateSpaceGradients(*[None] * 9)
+        ssd_backward.ssd_scan_backward(x[0], None, *scan, saved, gradients)
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

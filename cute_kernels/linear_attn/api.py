@@ -291,7 +291,8 @@ def mamba_chunk_scan_combined(
     rounded otherwise.
 
     Args:
-        x: [B, T, H, P]; bf16, fp16 or fp32, on GPUs bf16.  P is a multiple of 8 up to 256.
+        x: [B, T, H, P]; bf16, fp16 or fp32.  P is a multiple of 8 up to 256.  On GPUs bf16, P 16,
+            32 or 64, and N 16, 32, 64 or 128.
         dt: [B, T, H]; bf16, fp16 or fp32.  The step of a row is dt + dt_bias, its softplus with
             ``dt_softplus``, and that clamped to ``dt_limit``.
         A: [H], fp32, negative.
@@ -345,7 +346,7 @@ def mamba_chunk_scan_combined(
     checking.flag("return_final_states", return_final_states)
     out, final, *_ = op_ssd.ssd_scan(
         x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, A_main_grad, D_main_grad,
-        dt_bias_main_grad, *checks.step_options(dt_softplus, dt_limit), return_final_states,
+        dt_bias_main_grad, *checks.step_options(dt_softplus, dt_limit), return_final_states, -1,
     )  # fmt: skip
     return (out, final) if return_final_states else out
 

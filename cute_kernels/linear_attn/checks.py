@@ -20,6 +20,7 @@ from .config import (
     MAX_GROUP,
     MAX_HEADS,
     SSD_CHUNK,
+    SSD_GPU_SIZES,
 )
 from .tensors import DeltaRule, StateSpace, StepOptions
 
@@ -94,11 +95,8 @@ def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: floa
         raise ShapeError(expected("v", want, list(v.shape)))
     _multiple("v", "HV, heads,", v.shape[2], q.shape[2], MAX_HEADS)
     _multiple("v", "V", v.shape[3], *DELTA_SIZES)
-    if q.device.type == "cuda":
-        for name, letter, size in (("q", "K", q.shape[3]), ("v", "V", v.shape[3])):
-            if size not in DELTA_GPU_SIZES:
-                sizes = ", ".join(map(str, DELTA_GPU_SIZES))
-                raise ShapeError(expected(name, f"{letter} one of {sizes} on a GPU", size))
+    _on_gpus("q", "K", q, DELTA_GPU_SIZES)
+    _on_gpus("v", "V", v, DELTA_GPU_SIZES)
     checking.same_device("v", v, "q", q)
     for name, t, dtypes in (("g", g, ()), ("beta", beta, (q.dtype,))):
         checking.operand(name, t, "[B, T, HV]", (*dtypes, torch.float32))
@@ -157,7 +155,7 @@ def state_space(
     checking.operand("x", x, "[B, T, H, P]")
     checking.supported("mamba_chunk_scan_combined", x.device)
     heads, size = x.shape[2:]
-    _multiple("x", "H, heads,", heads, 1, MAX_CHANNELS)
+    _multiple("x", "H, heads,", heads, 1, MAX_HEADS)
     _multiple("x", "P", size, *DELTA_SIZES)
     checking.operand("dt", dt, "[B, T, H]")
     checking.shape("dt", dt, x.shape[:3], "B, T, H of x")
@@ -169,6 +167,8 @@ def state_space(
     if B.shape[2] < 1 or heads % B.shape[2]:
         raise ShapeError(expected("B", f"G, groups, a divisor of H = {heads}", B.shape[2]))
     _multiple("B", "N", B.shape[3], *DELTA_SIZES)
+    _on_gpus("x", "P", x, SSD_GPU_SIZES[0])
+    _on_gpus("B", "N", B, SSD_GPU_SIZES[1])
     checking.operand("C", C, "[B, T, G, N]", (x.dtype,))
     checking.shape("C", C, B.shape, "that of B")
     if D is not None:
@@ -260,6 +260,13 @@ def _multiple(name: str, what: str, size: int, of: int, most: int | None = None)
     if size < 1 or size % of or (most is not None and size > most):
         want = f"a multiple of {of} from {of} on" + (f", at most {most}" if most else "")
         raise ShapeError(expected(name, f"{what} {want}", size))
+
+
+def _on_gpus(name: str, what: str, t: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    """Check that the last dimension of an argument on a GPU is one of ``sizes``."""
+    if t.device.type == "cuda" and t.shape[-1] not in sizes:
+        want = f"{what} one of {', '.join(map(str, sizes))} on a GPU"
+        raise ShapeError(expected(name, want, t.shape[-1]))
 
 
 def count_of(cu_seqlens: torch.Tensor | None, name: str, x: torch.Tensor) -> int:

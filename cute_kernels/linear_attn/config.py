@@ -32,10 +32,13 @@ DELTA_BLOCK = 16
 DELTA_SIZES = 8, 256
 #: Rows of a chunk of a state space scan, whose P and N are as K and V of the delta rule.
 SSD_CHUNK = 128
-#: v heads, at most: they lie along a dimension of a grid.
+#: v heads of the delta rule and heads of a state space scan, at most: they lie along a dimension of
+#: a grid.
 MAX_HEADS = 65_535
 #: K and V that Triton's kernels take.
 DELTA_GPU_SIZES = 16, 32, 64, 128
+#: P and N that Triton's kernels take.
+SSD_GPU_SIZES = (16, 32, 64), (16, 32, 64, 128)
 #: Widths of rows that `op_gate.l2norm` takes are multiples of the first, up to the second.
 L2NORM_WIDTHS = 8, 256
 #: eps of the norms of q and k before a delta rule.
@@ -122,7 +125,12 @@ def ssd_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "update of S from zero"
     )
     products = "bf16 operands, fp32 accumulators, ascending k"
-    return common | _arithmetic(backend, device) | {"order": order, "products": products}
+    return common | _arithmetic(backend, device) | {
+        "order": order, "products": products,
+        "gradient of the decays": "rows and columns of one P, the last row first",
+        "rows of a part of dD": TRITON.ssd_rows,
+        "columns of a part of <dS, S>": TRITON.ssd_columns,
+    }  # fmt: skip
 
 
 def _arithmetic(backend: str, device: arch.Device) -> dict[str, object]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .tensors import Sequences
+from .tensors import Last, Sequences
 
 #: Numbers of the states of a chunk's rows that are computed at once; no bit depends on it.
 AT_ONCE = 1 << 20
@@ -35,9 +35,13 @@ class Group:
         for start in range(0, self.length, self.size):
             yield Chunk(self, start, min(start + self.size, self.length))
 
-    def whole(self, lag: int) -> int:
-        """Rows of the chunks that are whole without the last ``lag`` rows."""
-        return max(self.length - lag, 0) // self.size * self.size
+    def store_last(self, last: Last | None, state: torch.Tensor, end: int) -> None:
+        """Store the states by lane behind row ``end`` if they are those that ``last`` takes."""
+        if last is None:
+            return
+        whole = max(self.length - last.lag, 0) // self.size * self.size
+        if end == (self.length if last.lag < 0 else whole):
+            self.of_sequences(last.states)[:] = self.by_sequence(state)
 
     def of_sequences(self, states: torch.Tensor) -> torch.Tensor:
         """States of these sequences among those of all [S, H, ...]."""

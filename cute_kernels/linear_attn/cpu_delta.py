@@ -35,9 +35,7 @@ def delta_rule(
     with ieee():
         for group in groups(sequences, DELTA_CHUNK):
             state = group.states(operands.initial, _sizes(operands))
-            behind = group.length if last is None or last.lag < 0 else group.whole(last.lag)
-            if last is not None and not behind:
-                group.of_sequences(last.states)[:] = group.by_sequence(state)
+            group.store_last(last, state, 0)
             for chunk in group.chunks():
                 chunk.states_of(saved.states)[:] = group.by_sequence(state)
                 rows = _rows(operands, chunk)
@@ -48,8 +46,7 @@ def delta_rule(
                     results[:, lanes] = halves(states[1:] * some.q[..., None], 2) * scale
                     state[lanes] = states[-1]
                 chunk.write(out, results)
-                if last is not None and chunk.end == behind:
-                    group.of_sequences(last.states)[:] = group.by_sequence(state)
+                group.store_last(last, state, chunk.end)
 
 
 def delta_rule_backward(

@@ -19,7 +19,7 @@ from ..cpu.ieee import halves, ieee
 from .config import SOFTPLUS_LINEAR, SSD_CHUNK
 from .cpu import add_chunks
 from .cpu_chunks import Chunk, groups, lanes_at_once, to_lanes
-from .tensors import Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
+from .tensors import Last, Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
 
 
 def ssd_scan(
@@ -27,15 +27,16 @@ def ssd_scan(
     sequences: Sequences,
     options: StepOptions,
     out: torch.Tensor,
-    final: torch.Tensor | None,
+    last: Last | None,
     saved: StateSpaceSaved,
 ) -> None:
-    """Write y to out [N, H, P], 0 for rows of no sequence, and the last states to ``final``."""
+    """Write y to out [N, H, P], 0 for rows of no sequence, and the last states."""
     out.zero_()
     saved.states.zero_()
     with ieee():
         for group in groups(sequences, SSD_CHUNK):
             state = group.states(operands.initial, _sizes(operands))
+            group.store_last(last, state, 0)
             for chunk in group.chunks():
                 chunk.states_of(saved.states)[:] = group.by_sequence(state)
                 rows = _rows(operands, options, chunk)
@@ -46,8 +47,7 @@ def ssd_scan(
                     results[:, lanes] = _gated(some, _ungated(some, states))
                     state[lanes] = states[-1]
                 chunk.write(out, results)
-            if final is not None:
-                group.of_sequences(final)[:] = group.by_sequence(state)
+                group.store_last(last, state, chunk.end)
 
 
 def ssd_scan_backward(

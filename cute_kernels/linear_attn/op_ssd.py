@@ -4,7 +4,7 @@
     ssd_scan_backward  gradients of x, dt, A, B, C, D, z, dt_bias, initial
 
 What nobody asks for is empty: final, a gradient or one that goes to its main_grad, what a backend
-does not save.
+does not save.  ``lag``, of -1 or more, says where final is taken: `tensors.Last`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .. import contracts
-from ..arch import CPU
+from ..arch import CPU, TRITON
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
@@ -21,7 +21,7 @@ from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
 from .op import sum_of
-from .tensors import Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
+from .tensors import Last, Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
 
 _ENTRY = "ssd_scan"
 #: Operands whose gradients are summed over rows, and have a main_grad.
@@ -33,9 +33,12 @@ for _end in ("", "_backward"):
     dispatch.register(
         f"{_ENTRY}{_end}",
         {
+            TRITON: Implementation(
+                f"{__package__}.triton.ssd{_end}:{_ENTRY}{_end}", frozenset({torch.bfloat16})
+            ),
             CPU: Implementation(
                 f"{__package__}.cpu_ssd:{_ENTRY}{_end}", frozenset(config.DTYPE_NAMES)
-            )
+            ),
         },
         contract="mamba_chunk_scan_combined",
     )
@@ -95,29 +98,36 @@ def _saved(x, B, z, offsets, on_cpu: bool) -> StateSpaceSaved:
         )
     return StateSpaceSaved(
         x.new_empty(states),
-        *(x.new_empty((rows, x.shape[2]), dtype=torch.float32) for _ in "sd"),
+        *(x.new_empty((x.shape[2], rows), dtype=torch.float32) for _ in "sd"),
         x.new_empty(0 if z is None else (rows, *x.shape[2:])),
     )
 
 
+def _results(x, B, z, offsets, with_final: bool, on_cpu: bool) -> tuple[torch.Tensor, ...]:
+    final = _final(x, B, offsets, with_final)
+    return x.new_empty(x.shape), final, *_saved(x, B, z, offsets, on_cpu)
+
+
 def _fake(x, dt, A, B, C, D, z, dt_bias, initial, offsets, *others):
-    final = _final(x, B, offsets, others[-1])
-    return x.new_empty(x.shape), final, *_saved(x, B, z, offsets, x.device.type == "cpu")
+    return _results(x, B, z, offsets, others[-2], x.device.type == "cpu")
 
 
 def _plan(x, *args):
     if not x.numel():
         return Plan(_run_nothing, cacheable=False)
     launch = dispatch.launcher(_ENTRY, x.device, x.dtype)
+    on_cpu = _backend(x.device, x.dtype) == CPU
 
     def run(*args):
         operands, (offsets, *main_grads), options = args[:9], args[9:13], args[13:16]
         read = dict(zip(StateSpace._fields, operands, strict=True))
         _check_no_aliases(main_grads, **read)
-        out, final, *saved = _fake(*args)
-        sequences, last = _sequences(operands[0], offsets), final if args[16] else None
-        rows, options = _rows(operands), StepOptions(*options)
-        launch(rows, sequences, options, out.flatten(0, 1), last, StateSpaceSaved(*saved))
+        x, B, z = operands[0], operands[3], operands[6]
+        out, final, *saved = _results(x, B, z, offsets, args[16], on_cpu)
+        launch(
+            _rows(operands), _sequences(x, offsets), StepOptions(*options), out.flatten(0, 1),
+            Last(final, args[17]) if args[16] else None, StateSpaceSaved(*saved),
+        )  # fmt: skip
         return out, final, *saved
 
     return Plan(run)
@@ -196,12 +206,12 @@ def _run_backward_of_nothing(d_out, d_final, *args):
 
 def _setup(ctx, inputs, output):
     operands, (offsets, *main_grads) = inputs[:9], inputs[9:13]
-    ctx.options, with_final = inputs[13:16], inputs[16]
+    ctx.options, (with_final, lag) = inputs[13:16], inputs[16:]
     _, final, *saved = output
     ctx.save_for_backward(*operands, offsets, *saved)
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = dict(zip(_POSITIONS, main_grads, strict=True))
-    ctx.mark_non_differentiable(*saved, *(() if with_final else (final,)))
+    ctx.mark_non_differentiable(*saved, *(() if with_final and lag < 0 else (final,)))
     ctx.set_materialize_grads(False)
 
 
@@ -228,7 +238,7 @@ def _backward(ctx, d_out, d_final, *_):
         if target.wanted:
             target.written()
     gradients = (t if want else None for t, want in zip(results, returned, strict=True))
-    return *gradients, *[None] * 8
+    return *gradients, *[None] * 9
 
 
 _READ = (
@@ -241,7 +251,7 @@ _vmap = refuse_vmap(
 )
 ssd_scan = define_op(
     f"ssd_scan({_READ}, Tensor? A_main_grad, Tensor? D_main_grad, Tensor? dt_bias_main_grad, "
-    f"{_OPTIONS}, bool with_final) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, bool with_final, int lag) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     check_each=_check_each,
     plan=_plan,

@@ -134,7 +134,7 @@ class StateSpaceSaved(NamedTuple):
     """What the forward of a state space scan leaves to its backward.
 
     states: [slots, H, P, N_], the state before each chunk, at its slot of `Sequences.slots`; fp32
-    on the CPU, whose other tensors are of size 0, and bf16 in Triton.  step, decay: [N, H], fp32.
+    on the CPU, whose other tensors are of size 0, and bf16 in Triton.  step, decay: [H, N], fp32.
     ungated: [N, H, P], bf16, the rows before the gate z; of size 0 without z.
     """
 

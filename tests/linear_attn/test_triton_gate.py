@@ -197,8 +197,8 @@ MUTANTS = {
     ),
     "zeros_by_a_product": (
         *(INTERPRETER, pack_is_alone),
-        ("tl.where(inside, rate * _softplus(x), 0.0)",
-         "rate * _softplus(x) * inside.to(tl.float32)"),
+        ("tl.where(inside, rate * softplus(x), 0.0)",
+         "rate * softplus(x) * inside.to(tl.float32)"),
     ),
     "the_last_row_first": (
         *(INTERPRETER, chain),

@@ -71,4 +71,30 @@ DELTA_STEP = Runner(
     },
     files=("kernel", "kernel_delta", "kernel_delta_step", "delta", "delta_step"),
 )
-RUNNERS = (RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD, DELTA_STEP)
+SSD = Runner(
+    package,
+    {
+        "steps_kernel": ("step_ptr", "decay_ptr"),
+        "state_kernel": ("states_ptr", "final_ptr"),
+        "scan_kernel": ("out_ptr", "ungated_ptr", "states_ptr"),
+    },
+    files=("kernel", "kernel_gate", "kernel_delta", "kernel_ssd", "ssd"),
+)
+SSD_BACKWARD = Runner(
+    package,
+    {
+        "gate_gradient_kernel": ("dy_ptr", "dz_ptr"),
+        "state_gradient_kernel": ("d_states_ptr", "of_states_ptr", "d_initial_ptr"),
+        "row_gradient_kernel": ("dC_ptr", "d_scores_ptr", "of_rows_ptr"),
+        "column_gradient_kernel": (
+            "dx_ptr", "dB_ptr", "of_steps_ptr", "of_ends_ptr", "sums_ptr",
+        ),
+        "steps_gradient_kernel": ("d_dt_ptr", "sums_ptr"),
+        "add_sums_kernel": ("into_ptr",),
+    },
+    files=(
+        "kernel", "kernel_gate", "kernel_delta", "kernel_ssd", "kernel_ssd_backward", "launch",
+        "ssd", "ssd_backward",
+    ),
+)  # fmt: skip
+RUNNERS = (RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD, DELTA_STEP, SSD, SSD_BACKWARD)

@@ -72,8 +72,11 @@ def _triton_kernels(systems: tuple[str, ...]) -> Iterator[None]:
     """Run the Triton kernels of these systems in the simulator."""
     pytest.importorskip("triton")
 
+    engines = [importlib.import_module(f"tests.{name}.triton_engine") for name in systems]
+    runners = [runner for engine in engines for runner in engine.RUNNERS]
+    for runner in runners:
+        assert runner.launch  # imported before kernels that modules share are replaced
     with contextlib.ExitStack() as stack:
-        for name in systems:
-            for runner in importlib.import_module(f"tests.{name}.triton_engine").RUNNERS:
-                stack.enter_context(runner.running("sm_90"))
+        for runner in runners:
+            stack.enter_context(runner.running("sm_90"))
         yield

@@ -49,7 +49,7 @@ def _chunk(q, k, v, g, beta, state, scale):
     decay = steps[:, 0]
     grown, i = decay.exp2()[:, None], torch.arange(CHUNK)
     weight = (decay[:, None] - decay).exp2()
-    high = _upper_plane(state).mT.contiguous()  # [V, K]
+    high = upper_plane(state).mT.contiguous()  # [V, K]
     lower = torch.where(i[:, None] > i, beta[:, None] * chain(k, k) * weight, 0.0)
     rest = beta[:, None] * fma(-grown, chain(k, high), v.float())
     r = (rest + 0.0).to(BF16)
@@ -66,7 +66,7 @@ def _chunk(q, k, v, g, beta, state, scale):
     return out[:count].to(BF16), fma(last.exp2(), state, update)
 
 
-def _upper_plane(state: torch.Tensor) -> torch.Tensor:
+def upper_plane(state: torch.Tensor) -> torch.Tensor:
     bits = (state.view(torch.int32) + 0x8000) >> 16
     return bits.to(torch.int16).view(BF16)
 

@@ -216,14 +216,23 @@ def state_at(sequence, head, columns, HV: tl.constexpr, K: tl.constexpr, V: tl.c
 
 
 @triton.jit
-def sequence_of(offsets_ptr, sequence, LENGTH):
-    """(first row, end, slot of the first chunk) of a sequence."""
+def sequence_of(offsets_ptr, sequence, LENGTH, ROWS: tl.constexpr):
+    """(first row, end, slot of the first chunk of ``ROWS`` rows) of a sequence."""
     if offsets_ptr is not None:
         first = tl.load(offsets_ptr + sequence).to(tl.int64)
         end = tl.load(offsets_ptr + sequence + 1).to(tl.int64)
-        return first, end, first // CHUNK + sequence
+        return first, end, first // ROWS + sequence
     else:
-        return sequence * LENGTH, (sequence + 1) * LENGTH, sequence * tl.cdiv(LENGTH, CHUNK)
+        return sequence * LENGTH, (sequence + 1) * LENGTH, sequence * tl.cdiv(LENGTH, ROWS)
+
+
+@triton.jit
+def row_of_last(first, end, LAG, ROWS: tl.constexpr):
+    """The row behind which the last state is taken: `tensors.Last`."""
+    behind = end
+    if LAG >= 0:
+        behind = first + tl.maximum(end - first - LAG, 0) // ROWS * ROWS
+    return behind
 
 
 @triton.jit(do_not_specialize=["LENGTH", "LAG"])
@@ -240,14 +249,12 @@ def chain_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    first, end, slot = sequence_of(offsets_ptr, sequence, LENGTH)
+    first, end, slot = sequence_of(offsets_ptr, sequence, LENGTH, CHUNK)
     at = state_at(sequence, head, columns, HV, K, V)
     s = tl.zeros([K, COLUMNS], tl.float32)
     if initial_ptr is not None:
         s = tl.load(initial_ptr + at)
-    behind = end
-    if LAG >= 0:
-        behind = first + tl.maximum(end - first - LAG, 0) // CHUNK * CHUNK
+    behind = row_of_last(first, end, LAG, CHUNK)
     if final_ptr is not None:
         if behind == first:
             tl.store(final_ptr + at, s)

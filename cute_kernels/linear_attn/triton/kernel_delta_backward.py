@@ -76,7 +76,7 @@ def chain_gradient_kernel(
     head = tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     d = tl.arange(0, K)
-    first, end, first_slot = sequence_of(offsets_ptr, sequence, LENGTH)
+    first, end, first_slot = sequence_of(offsets_ptr, sequence, LENGTH, CHUNK)
     at = state_at(sequence, head, columns, HV, K, V)
     ds = tl.zeros([K, COLUMNS], tl.float32)
     if d_final_ptr is not None:

@@ -76,7 +76,7 @@ def l2norm_gradient_kernel(
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """ln(1 + e^x); x above `_LINEAR`."""
     # max(x, 0) + ln(1 + u), u = e^-|x|; ln(1 + u) = 2 artanh(s)
     u = exp(-tl.abs(x))
@@ -116,7 +116,7 @@ def decay_kernel(
     """g; rows that belong to no sequence are 0."""
     index, row, head, mask, inside = _elements(offsets_ptr, N, H, SEQUENCES, ELEMENTS)
     x, rate = _gate(a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + head, head, mask)
-    tl.store(g_ptr + index, tl.where(inside, rate * _softplus(x), 0.0), mask=mask)
+    tl.store(g_ptr + index, tl.where(inside, rate * softplus(x), 0.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "SEQUENCES", "H", "a_row"])
@@ -145,7 +145,7 @@ def decay_sums_kernel(
     total = tl.zeros((2, CHANNELS), tl.float32)
     for row in range(start, tl.minimum(start + ROWS, end)):
         x, rate = _gate(a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + head, head, mask)
-        g, slope = rate * _softplus(x), rate * activation_value(x, "sigmoid")
+        g, slope = rate * softplus(x), rate * activation_value(x, "sigmoid")
         factor = tl.where((which == 0)[:, None], g[None, :], slope[None, :])
         dg = tl.load(dg_ptr + row * H + head, mask=mask, other=0.0)
         total = tl.fma(factor, tl.broadcast_to(dg[None, :], (2, CHANNELS)), total)

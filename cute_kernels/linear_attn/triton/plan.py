@@ -20,6 +20,12 @@ class TritonPlan:
     chain_stages: Chunks whose loads are under way in those programs.
     delta_warps, gradient_warps, step_warps: Warps of its programs; of those behind the chain in its
         backward; of decoding.
+    step_heads: Heads of a program of the steps of a state space scan.
+    ssd_columns, ssd_rows: Columns of a state and rows of a chunk of its other programs, which are
+        those of parts of sums: they decide bits of gradients.
+    ssd_heads: Heads of a group of a program of its forward, at most.
+    ssd_warps, ssd_stages: Warps and steps of a pipeline of those.  Where a group's rows have their
+        gradients, more steps would leave an SM one program.
     log_terms: Terms of the series of ln(1 + u); the next is below 2^-29 of it.
     fp_fusion: Whether the compiler may fuse; a multiply-add is written as one.
     """
@@ -38,6 +44,12 @@ class TritonPlan:
     delta_warps: int = 4
     gradient_warps: int = 8
     step_warps: int = 8
+    step_heads: int = 32
+    ssd_columns: int = 64
+    ssd_rows: int = 64
+    ssd_heads: int = 8
+    ssd_warps: int = 4
+    ssd_stages: int = 2
     log_terms: int = 8
     num_warps: int = 4
     fp_fusion: bool = False
