@@ -28,6 +28,8 @@ MAX_CHANNELS = 65535 * 64
 DELTA_CHUNK = 64
 #: Rows of a block of a chunk, on a GPU.
 DELTA_BLOCK = 16
+#: Columns of K that are summed at once in a backward, on a GPU.
+DELTA_PART = 64
 #: K and V are multiples of the first, and at most the second.
 DELTA_SIZES = 8, 256
 #: Rows of a chunk of a state space scan, whose P and N are as K and V of the delta rule.

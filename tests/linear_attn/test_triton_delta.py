@@ -230,10 +230,12 @@ def test_backward(engine, check, options):
 GRADIENT_MUTANTS = {
     "the_first_v_head": (
         gradients,
-        ("        at = state_at(slot, head, columns, HV, K, V)\n        s = tl.load",
-         "        at = state_at(slot, of_k * GROUP, columns, HV, K, V)\n        s = tl.load"),
+        ("s = _some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)\n        dq =",
+         "s = _some_rows_of(states_ptr, slot, of_k * GROUP, d, is_chunk, HV, K, V)\n        dq ="),
     ),
-    "no_read_of_the_key": (gradients, ("_total(read, CHUNK) + of_state", "of_state")),
+    "no_read_of_the_key": (
+        gradients, ("at_last = _total(of_u, CHUNK) + _total", "at_last = _total"),
+    ),
     "the_inverse_itself": (gradients, ("product(tl.trans(inner), du", "product(inner, du")),
     "rows_behind": (
         gradients_of_a_pack,

@@ -51,8 +51,9 @@ DELTA_BACKWARD = Runner(
         "local_gradient_kernel": ("du_ptr",),
         "chain_gradient_kernel": ("dr_ptr", "d_states_ptr", "d_initial_ptr"),
         "scores_gradient_kernel": ("d1_ptr", "d2_ptr", "dv_ptr", "d_decay_ptr", "of_beta_ptr"),
-        "queries_gradient_kernel": ("dq_ptr", "d_decay_ptr"),
-        "keys_gradient_kernel": ("dk_ptr", "dg_ptr", "d_beta_ptr"),
+        "queries_gradient_kernel": ("dq_ptr", "of_q_ptr"),
+        "keys_gradient_kernel": ("dk_ptr", "of_z_ptr", "of_u_ptr", "of_states_ptr"),
+        "gates_gradient_kernel": ("dg_ptr", "d_beta_ptr"),
     },
     files=("kernel", "kernel_delta", "kernel_delta_backward", "delta", "delta_backward"),
 )

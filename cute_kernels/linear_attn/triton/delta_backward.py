@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...log import contiguous
-from ..config import DELTA_BLOCK, DELTA_CHUNK
+from ..config import DELTA_CHUNK, DELTA_PART
 from ..tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
 from . import kernel_delta_backward as kernels
 from .delta import NAME, loadable
@@ -43,6 +43,10 @@ def delta_rule_backward(
         for t, into in zip(operands[:5], gradients[:5], strict=True)
     )
     d1, d2 = torch.empty_like(saved.inner), torch.empty_like(saved.inner)
+    part = min(k.shape[2], DELTA_PART)
+    parts = k.shape[2] // part
+    of_q, of_z, of_u = (saved.decay.new_empty(parts, *saved.decay.shape) for _ in "qzu")
+    of_states = saved.decay.new_empty(slots, heads, k.shape[2])
     d_decay, of_beta = torch.empty_like(saved.decay), torch.empty_like(saved.decay)
     with torch.cuda.device(q.device):
         kernels.local_gradient_kernel[(slots, heads)](
@@ -60,12 +64,16 @@ def delta_rule_backward(
             *sizes, scale, *strides[:4], *v.stride()[:2], *strides[4:],
             **common, **fusion, num_warps=TRITON.gradient_warps,
         )  # fmt: skip
-        kernels.queries_gradient_kernel[(slots, heads // group)](
-            d_out, q, k, saved.decay, saved.states, d1, offsets, dq, d_decay, *sizes, scale,
-            *strides, **common, **fusion, num_warps=TRITON.gradient_warps,
+        kernels.queries_gradient_kernel[(slots, heads // group, parts)](
+            d_out, q, k, saved.decay, saved.states, d1, offsets, dq, of_q, *sizes, scale,
+            *strides, **common, **fusion, PART=part, num_warps=TRITON.part_warps,
         )  # fmt: skip
-        kernels.keys_gradient_kernel[(slots, heads // group)](
-            q, k, beta, saved.decay, saved.u, dr, saved.states, d_states, d1, d2, d_decay, of_beta,
-            offsets, dk, dg, d_beta, *sizes, *strides[:4], COLUMNS=DELTA_BLOCK,
-            **common, **fusion, num_warps=TRITON.gradient_warps,
+        kernels.keys_gradient_kernel[(slots, heads // group, parts)](
+            q, k, beta, saved.decay, saved.u, dr, saved.states, d_states, d1, d2, offsets,
+            dk, of_z, of_u, of_states, *sizes, *strides[:4],
+            **common, **fusion, PART=part, num_warps=TRITON.part_warps,
+        )  # fmt: skip
+        kernels.gates_gradient_kernel[(slots, heads)](
+            beta, saved.decay, d_decay, of_beta, of_q, of_z, of_u, of_states, offsets, dg, d_beta,
+            *sizes, HV=heads, K=k.shape[2], PARTS=parts, **fusion, num_warps=TRITON.delta_warps,
         )  # fmt: skip

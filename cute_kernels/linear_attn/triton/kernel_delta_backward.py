@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton, backward: five kernels, from what the forward left.
+"""The gated delta rule in Triton, backward: six kernels, from what the forward left.
 
 With P, A, S^ and u of the forward, Z = β 2^G dR, and dS', the gradient of the state behind a
 chunk:
@@ -10,14 +10,15 @@ chunk:
                                D2 = -β_i 2^(G_i - G_j) dR uᵀ, j < i
     queries_gradient_kernel    dq = scale 2^G dO S^ᵀ + D1 k
     keys_gradient_kernel       dk = 2^(G_C - G) u dS'ᵀ - Z S^ᵀ + D1ᵀ q + (D2 + D2ᵀ) k
-                               dβ, and dg_j = Σ_{i>=j} dG_i of the decays
+    gates_gradient_kernel      dβ, and dg_j = Σ_{i>=j} dG_i of the decays
 
 Layouts are those of kernel_delta.py; gradients of states are [slots, HV, K, V] bf16, as states are.
 
 Order of sums.  Products as in the forward: bf16 operands, ascending k16 steps into fp32.  dU starts
 from what local_gradient_kernel left; dS takes the q from zero, then the k, and is added by one fma.
 dq and dk of a k head add its v heads, ascending.  Sums along a row or a column add neighbours, then
-their sums; dG stays fp32.  Rounded to bf16: dU, dR, Z, 2^G q, D1, D2 + D2ᵀ, dS', and results.
+their sums, those over K in parts of 64, ascending; dG stays fp32.  Rounded to bf16: dU, dR, Z,
+2^G q, D1, D2 + D2ᵀ, dS', and results.
 """
 
 from __future__ import annotations
@@ -116,27 +117,6 @@ def chain_gradient_kernel(
 
 
 @triton.jit
-def _total(v, SIZE: tl.constexpr):
-    """[SIZE] -> a number."""
-    return tl.max(pairs(tl.reshape(v, [1, SIZE]), 1, SIZE), axis=0)  # of one element
-
-
-@triton.jit
-def _states_product(
-    states_ptr, d_states_ptr, slot, head, is_chunk,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Σ dS' S, in fp32: neighbours of COLUMNS of V, these ascending, then K."""
-    total = tl.zeros([K], tl.float32)
-    for first in range(0, V, COLUMNS):
-        at = state_at(slot, head, first + tl.arange(0, COLUMNS), HV, K, V)
-        s = tl.load(states_ptr + at, mask=is_chunk, other=0.0).to(tl.float32)
-        ds = tl.load(d_states_ptr + at, mask=is_chunk, other=0.0).to(tl.float32)
-        total += pairs(s * ds, K, COLUMNS)
-    return _total(total, K)
-
-
-@triton.jit
 def _store_rows(ptr, value, row, head, size: tl.constexpr, heads: tl.constexpr, inside):
     """Dense rows of a head, with the one rounding."""
     offset = (row[:, None] * heads + head) * size + tl.arange(0, size)[None, :]
@@ -192,49 +172,125 @@ def scores_gradient_kernel(
     tl.store(of_beta_ptr + at, pairs(of_beta, CHUNK, CHUNK) + of_v, mask=inside)
 
 
+@triton.jit
+def _some_rows_of(
+    state_ptr, slot, head, d, there, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):
+    """Rows d of K of a state, [len(d), V]; 0 where there is no chunk."""
+    offset = ((slot * HV + head) * K + d[:, None]) * V + tl.arange(0, V)[None, :]
+    return tl.load(state_ptr + offset, mask=there, other=0.0)
+
+
+@triton.jit
+def _part_at(part, row, head, N, HV: tl.constexpr):
+    """Offsets of a sum over a part of K of rows of a head: parts [parts, N, HV]."""
+    return (tl.cast(part, tl.int64) * N + row) * HV + head
+
+
+@triton.jit
+def _store_part(ptr, value, row, head, d, size: tl.constexpr, heads: tl.constexpr, inside):
+    """Columns d of dense rows of a head, with the one rounding."""
+    offset = (row[:, None] * heads + head) * size + d[None, :]
+    tl.store(ptr + offset, value.to(ptr.dtype.element_ty), mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def queries_gradient_kernel(
-    d_out_ptr, q_ptr, k_ptr, decay_ptr, states_ptr, d1_ptr, offsets_ptr, dq_ptr, d_decay_ptr,
+    d_out_ptr, q_ptr, k_ptr, decay_ptr, states_ptr, d1_ptr, offsets_ptr, dq_ptr, of_q_ptr,
     N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head, d_row, d_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PART: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dq of a chunk of a k head, and what its reads of the state owe to dG."""
+    """PART columns of dq of a chunk of a k head, and what q owes to dG."""
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
-    of_k = tl.program_id(1)
+    of_k, part = tl.program_id(1), tl.program_id(2)
     slot = tl.program_id(0).to(tl.int64)
     row = start + tl.arange(0, CHUNK)
     inside = row < end
     there = inside & (sequence < SEQUENCES)
     is_chunk = (sequence < SEQUENCES) & (start < end)
-    d, columns = tl.arange(0, K), tl.arange(0, V)
-    total = tl.zeros([CHUNK, K], tl.float32)
+    d, columns = part * PART + tl.arange(0, PART), tl.arange(0, V)
+    total = tl.zeros([CHUNK, PART], tl.float32)
     for member in tl.range(GROUP, num_stages=1):
         head = of_k * GROUP + member
         decay = gates_at(decay_ptr, row, head, HV, there)
         d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, there)
-        at = state_at(slot, head, columns, HV, K, V)
-        s = tl.load(states_ptr + at, mask=is_chunk, other=0.0)
-        dq = product(d_out, tl.trans(s), tl.zeros([CHUNK, K], tl.float32), UPCAST)
+        s = _some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)
+        dq = product(d_out, tl.trans(s), tl.zeros([CHUNK, PART], tl.float32), UPCAST)
         dq = dq * (tl.exp2(decay) * scale)[:, None]
         q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there).to(tl.float32)
-        d_decay = gates_at(d_decay_ptr, row, head, HV, there) + pairs(q * dq, CHUNK, K)
-        tl.store(d_decay_ptr + (row * HV + head), d_decay, mask=inside)
+        tl.store(
+            of_q_ptr + _part_at(part, row, head, N, HV), pairs(q * dq, CHUNK, PART), mask=inside
+        )
         k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
         total += product(_square_at(d1_ptr, row, head, HV, there), k, dq, UPCAST)
-    _store_rows(dq_ptr, total, row, of_k, K, HV // GROUP, inside)
+    _store_part(dq_ptr, total, row, of_k, d, K, HV // GROUP, inside)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def keys_gradient_kernel(
     q_ptr, k_ptr, beta_ptr, decay_ptr, u_ptr, dr_ptr, states_ptr, d_states_ptr, d1_ptr, d2_ptr,
-    d_decay_ptr, of_beta_ptr, offsets_ptr, dk_ptr, dg_ptr, d_beta_ptr,
+    offsets_ptr, dk_ptr, of_z_ptr, of_u_ptr, of_states_ptr,
     N, LENGTH, SEQUENCES, q_row, q_head, k_row, k_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PART: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dk of a chunk of a k head, and dg and dβ of its v heads."""
+    """PART columns of dk of a chunk of a k head, and what k and S owe to dG and dβ."""
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
-    of_k = tl.program_id(1)
+    of_k, part = tl.program_id(1), tl.program_id(2)
+    slot = tl.program_id(0).to(tl.int64)
+    row = start + tl.arange(0, CHUNK)
+    inside = row < end
+    there = inside & (sequence < SEQUENCES)
+    is_chunk = (sequence < SEQUENCES) & (start < end)
+    last = tl.minimum(start + CHUNK, end) - 1
+    d, columns = part * PART + tl.arange(0, PART), tl.arange(0, V)
+    total = tl.zeros([CHUNK, PART], tl.float32)
+    for member in tl.range(GROUP, num_stages=1):
+        head = of_k * GROUP + member
+        decay = gates_at(decay_ptr, row, head, HV, there)
+        beta = gates_at(beta_ptr, row, head, HV, there)
+        whole = tl.load(decay_ptr + (last * HV + head), mask=sequence < SEQUENCES, other=0.0)
+        at = _part_at(part, row, head, N, HV)
+        s = _some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)
+        ds = _some_rows_of(d_states_ptr, slot, head, d, is_chunk, HV, K, V)
+        of_states = pairs(s.to(tl.float32) * ds.to(tl.float32), PART, V)
+        tl.store(of_states_ptr + ((slot * HV + head) * K + d), of_states)
+        dr = rows_at(dr_ptr, row, head, columns, HV * V, V, there)
+        dk = product(dr, tl.trans(s), tl.zeros([CHUNK, PART], tl.float32), UPCAST)
+        dk = dk * tl.exp2(decay)[:, None]
+        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there).to(tl.float32)
+        tl.store(of_z_ptr + at, pairs(k * dk, CHUNK, PART), mask=inside)
+        u = rows_at(u_ptr, row, head, columns, HV * V, V, there)
+        of_u = product(u, tl.trans(ds), tl.zeros([CHUNK, PART], tl.float32), UPCAST)
+        of_u = of_u * tl.exp2(whole - decay)[:, None]
+        tl.store(of_u_ptr + at, pairs(k * of_u, CHUNK, PART), mask=inside)
+        dk = of_u - dk * beta[:, None]
+        q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there)
+        dk = product(tl.trans(_square_at(d1_ptr, row, head, HV, there)), q, dk, UPCAST)
+        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
+        total += product(_square_at(d2_ptr, row, head, HV, there), k, dk, UPCAST)
+    _store_part(dk_ptr, total, row, of_k, d, K, HV // GROUP, inside)
+
+
+@triton.jit
+def _sum_of_parts(ptr, row, head, N, HV: tl.constexpr, PARTS: tl.constexpr, inside):
+    """Sums over K of rows of a head, parts ascending."""
+    total = tl.load(ptr + _part_at(0, row, head, N, HV), mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(ptr + _part_at(part, row, head, N, HV), mask=inside, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
+def gates_gradient_kernel(
+    beta_ptr, decay_ptr, d_decay_ptr, of_beta_ptr, of_q_ptr, of_z_ptr, of_u_ptr, of_states_ptr,
+    offsets_ptr, dg_ptr, d_beta_ptr, N, LENGTH, SEQUENCES,
+    HV: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dg and dβ of a chunk of a v head: dG_i, and dg_j = Σ_{i >= j} dG_i."""
+    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
+    head = tl.program_id(1)
     slot = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CHUNK)
     row = start + i
@@ -242,42 +298,25 @@ def keys_gradient_kernel(
     there = inside & (sequence < SEQUENCES)
     is_chunk = (sequence < SEQUENCES) & (start < end)
     last = tl.minimum(start + CHUNK, end) - 1
-    d, columns = tl.arange(0, K), tl.arange(0, V)
-    total = tl.zeros([CHUNK, K], tl.float32)
-    for member in tl.range(GROUP, num_stages=1):
-        head = of_k * GROUP + member
-        decay = gates_at(decay_ptr, row, head, HV, there)
-        beta = gates_at(beta_ptr, row, head, HV, there)
-        whole = tl.load(decay_ptr + (last * HV + head), mask=sequence < SEQUENCES, other=0.0)
-        at = state_at(slot, head, columns, HV, K, V)
-        gates = row * HV + head
-        # Z S^ᵀ
-        dr = rows_at(dr_ptr, row, head, columns, HV * V, V, there)
-        s = tl.load(states_ptr + at, mask=is_chunk, other=0.0)
-        dk = product(dr, tl.trans(s), tl.zeros([CHUNK, K], tl.float32), UPCAST)
-        dk = dk * tl.exp2(decay)[:, None]
-        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there).to(tl.float32)
-        read = pairs(k * dk, CHUNK, K)
-        d_decay = gates_at(d_decay_ptr, row, head, HV, there) - beta * read
-        d_beta = gates_at(of_beta_ptr, row, head, HV, there) - read
-        tl.store(d_beta_ptr + gates, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
-        dk = dk * -beta[:, None]
-        # u dS'ᵀ
-        u = rows_at(u_ptr, row, head, columns, HV * V, V, there)
-        ds = tl.load(d_states_ptr + at, mask=is_chunk, other=0.0)
-        of_u = product(u, tl.trans(ds), tl.zeros([CHUNK, K], tl.float32), UPCAST)
-        of_u = of_u * tl.exp2(whole - decay)[:, None]
-        read = pairs(k * of_u, CHUNK, K)
-        of_state = _states_product(
-            states_ptr, d_states_ptr, slot, head, is_chunk, HV, K, V, COLUMNS
-        ) * tl.exp2(whole)
-        d_decay = d_decay - read + tl.where(row == last, _total(read, CHUNK) + of_state, 0.0)
-        # dg_j = Σ_{i >= j} dG_i
-        later = tl.where(i[None, :] >= i[:, None], d_decay[None, :], 0.0)
-        tl.store(dg_ptr + gates, pairs(later, CHUNK, CHUNK), mask=inside)
-        q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there)
-        d1 = tl.trans(_square_at(d1_ptr, row, head, HV, there))
-        dk = product(d1, q, dk + of_u, UPCAST)
-        k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
-        total += product(_square_at(d2_ptr, row, head, HV, there), k, dk, UPCAST)
-    _store_rows(dk_ptr, total, row, of_k, K, HV // GROUP, inside)
+    beta = gates_at(beta_ptr, row, head, HV, there)
+    of_z = _sum_of_parts(of_z_ptr, row, head, N, HV, PARTS, there)
+    of_u = _sum_of_parts(of_u_ptr, row, head, N, HV, PARTS, there)
+    d_beta = gates_at(of_beta_ptr, row, head, HV, there) - of_z
+    of_states = tl.load(
+        of_states_ptr + ((slot * HV + head) * K + tl.arange(0, K)), mask=is_chunk, other=0.0
+    )
+    whole = tl.load(decay_ptr + (last * HV + head), mask=is_chunk, other=0.0)
+    at_last = _total(of_u, CHUNK) + _total(of_states, K) * tl.exp2(whole)
+    d_decay = gates_at(d_decay_ptr, row, head, HV, there)
+    d_decay += _sum_of_parts(of_q_ptr, row, head, N, HV, PARTS, there)
+    d_decay = d_decay - beta * of_z - of_u + tl.where(row == last, at_last, 0.0)
+    later = tl.where(i[None, :] >= i[:, None], d_decay[None, :], 0.0)
+    gates = row * HV + head
+    tl.store(dg_ptr + gates, pairs(later, CHUNK, CHUNK), mask=inside)
+    tl.store(d_beta_ptr + gates, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _total(v, SIZE: tl.constexpr):
+    """[SIZE] -> a number."""
+    return tl.max(pairs(tl.reshape(v, [1, SIZE]), 1, SIZE), axis=0)  # of one element

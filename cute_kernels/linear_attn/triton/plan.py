@@ -18,8 +18,8 @@ class TritonPlan:
     chain_columns, output_columns: Columns of V of a program of the delta rule, at most; half of the
         first where few programs would be left, below chain_programs.
     chain_stages: Chunks whose loads are under way in those programs.
-    delta_warps, gradient_warps, step_warps: Warps of its programs; of those behind the chain in its
-        backward; of decoding.
+    delta_warps, gradient_warps, part_warps, step_warps: Warps of its programs; of those behind the
+        chain in its backward, of dq's and dk's; of decoding.
     step_heads: Heads of a program of the steps of a state space scan.
     ssd_columns, ssd_rows: Columns of a state and rows of a chunk of its other programs, which are
         those of parts of sums: they decide bits of gradients.
@@ -42,7 +42,8 @@ class TritonPlan:
     chain_stages: int = 2
     output_columns: int = 64
     delta_warps: int = 4
-    gradient_warps: int = 8
+    gradient_warps: int = 4
+    part_warps: int = 4
     step_warps: int = 8
     step_heads: int = 32
     ssd_columns: int = 64
