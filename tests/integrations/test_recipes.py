@@ -16,20 +16,20 @@ from tests.hang import HANG_SECONDS
 from tests.ranks import ROOT
 
 PAGE = Path("docs/linear_logp.md")
-#: ``py``: not one that every page's blocks are run as (tests/test_docs.py), in one process.
-FENCE = re.compile(r"^### ([^\n]+)\n(?:(?!^### ).)*?^```py(?:thon)?\n(.*?)^```$", re.M | re.S)
+FOLDER = ROOT / "examples" / "recipes"
 TEXT = (ROOT / PAGE).read_text().partition("## Recipes")[2]
-RECIPES = dict(FENCE.findall(TEXT))
+#: Not one of the blocks that every page's are run as (tests/test_docs.py), but alone.
+(BLOCK,) = re.findall(r"^```py(?:thon)?\n(.*?)^```$", TEXT, re.M | re.S)
 
 
 def test_every_recipe_is_run():
-    assert list(RECIPES) == ["transformers", "DeepSpeed, ZeRO-3", "FSDP2"]
-    assert TEXT.count("```py") == len(RECIPES)
+    files = re.findall(r"\]\(\.\./examples/recipes/(\w+)\.py\)", TEXT)
+    assert files == ["deepspeed_zero3", "fsdp2"]
+    assert sorted(path.stem for path in FOLDER.glob("*.py")) == files
 
 
 def run(name: str, folder: Path, *launcher: str) -> None:
-    file = folder / "recipe.py"
-    file.write_text(RECIPES[name])
+    file = FOLDER / f"{name}.py"
     # CPUs only, as in CI: a recipe takes the GPUs that there are.
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     settings |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
@@ -50,7 +50,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def test_transformers():
-    exec(compile(RECIPES["transformers"], PAGE, "exec"), {})
+    exec(compile(BLOCK, PAGE, "exec"), {})
 
 
 @pytest.mark.skipif(
@@ -58,7 +58,7 @@ def test_transformers():
     reason="deepspeed is not installed: pip install 'cute-kernels[deepspeed]'",
 )
 def test_deepspeed(tmp_path):
-    run("DeepSpeed, ZeRO-3", tmp_path, *TORCHRUN)
+    run("deepspeed_zero3", tmp_path, *TORCHRUN)
     manifest = read_weights(tmp_path / "weights").manifest
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
 
@@ -66,6 +66,6 @@ def test_deepspeed(tmp_path):
 # By day FSDP2 has the bytes of one process: test_fsdp.py.
 @pytest.mark.nightly
 def test_fsdp2(tmp_path):
-    run("FSDP2", tmp_path, *TORCHRUN)
+    run("fsdp2", tmp_path, *TORCHRUN)
     manifest = read_weights(tmp_path / "weights").manifest
     assert manifest.contract_ids.keys() == {"linear_logp"}
