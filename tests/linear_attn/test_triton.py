@@ -114,6 +114,71 @@ def zeros_keep_their_sign(launch) -> None:
     assert all(t.view(torch.int32).eq(-(2**31)).all() for t in mains)
 
 
+def rows_that_are_not_there(launch) -> None:
+    """A row behind a sequence, which the last inputs would make infinite, has no gradient."""
+    given = Case((9,), batch=1, bias=False, initial=False, dtype=FP32)
+    o = operands(given)
+    weight = torch.tensor([4.0, 0.5, 0.5, 0.5]).expand_as(o.weight).contiguous()
+    x = o.x.clone()
+    x[6], x[7:] = 3e38, 0
+    _, dx, *_ = run(launch, given, o._replace(x=x, weight=weight))
+    assert dx.isfinite().all()
+
+
+def gradients_apart(launch) -> None:
+    """Each gradient has the bytes that it has beside the others."""
+    given = Case((5, 0, 66), channels=8)
+    o = operands(given)
+    _, *want = run(launch, given, o)
+    for which in range(4):
+        mine = torch.full_like(o.x, float("nan")), torch.zeros(8, 4), torch.zeros(8)
+        mine = *mine, torch.full_like(o.initial, float("nan"))
+        asked = ConvGradients(*(t if i == which else None for i, t in enumerate(mine)))
+        launch.conv_backward(o.dy, Conv(*o[:4]), given.sequences, True, asked)
+        assert same_bytes(mine[which], want[which])
+
+
+#: Edits: SiLU and its slope as triton_elementary has them.
+ELEMENTARY = (
+    (
+        "from ...runtime.triton_sums import halves\n",
+        "from ...runtime.triton_elementary import activation_slope, activation_value\n"
+        "from ...runtime.triton_sums import halves\n",
+    ),
+    ("y = _silu(y)", 'y = activation_value(y, "silu")'),
+    (
+        "slope = _silu_slope(_chain(bias, inputs, taps, WIDTH)) * slope",
+        'slope = activation_slope(_chain(bias, inputs, taps, WIDTH), "silu") * slope',
+    ),
+)
+#: Of these numbers the square of a rounded inverse gives another quotient.
+CLOSE = tuple(
+    map(
+        float.fromhex,
+        ("-0x1.0dd12ap-1", "-0x1.a0f0b2p-1", "-0x1.f2202cp+0", "-0x1.28f394p+1"),
+    )
+)
+SPECIAL = 0.0, -0.0, 1e-40, -1e-40, 87.3, -87.4, 88.7, -88.72, -88.73, 103.0, -104.0, 1e30, -1e30
+INFINITE = float("inf"), float("-inf"), float("nan")
+
+
+def silu(launch, engine: str) -> None:
+    """SiLU and its slope have the bits of triton_elementary's."""
+    given = Case((48,), batch=1, channels=128, bias=False, initial=False, dtype=FP32)
+    o = operands(given)
+    x = o.x * torch.tensor([1e-3, 1.0, 6.0, 40.0]).repeat(12)[:, None]
+    x.view(-1)[: len(CLOSE + SPECIAL + INFINITE)] = torch.tensor(CLOSE + SPECIAL + INFINITE)
+    # One tap, so that a row is its own; dx of a row is its slope.
+    weight = torch.tensor([0.0, 1.0]).repeat(128, 1)
+    one_tap = given._replace(width=2), o._replace(x=x, weight=weight, dy=torch.ones_like(x))
+    finite = torch.isfinite(x)
+    with RUNNER.running(engine, *ELEMENTARY) as elementary:
+        want_y, want_dx, *_ = run(elementary, *one_tap)
+    y, dx, *_ = run(launch, *one_tap)
+    assert same_bytes(y[finite], want_y[finite]) and same_bytes(dx[finite], want_dx[finite])
+    assert torch.equal(y.isnan(), want_y.isnan()) and torch.equal(dx.isnan(), want_dx.isnan())
+
+
 CHECKS = [
     *(case(engine, values, name) for engine, name in itertools.product(ENGINES, CASES)),
     *(
@@ -124,6 +189,9 @@ CHECKS = [
     *(case(engine, nan_neighbours) for engine in ENGINES),
     *(case(engine, split, dtype) for engine, dtype in itertools.product(ENGINES, (BF16, FP32))),
     *(case(engine, zeros_keep_their_sign) for engine in ENGINES),
+    *(case(engine, rows_that_are_not_there) for engine in ENGINES),
+    *(case(engine, gradients_apart) for engine in ENGINES),
+    *(case(engine, silu, engine) for engine in ENGINES),
     case(SM90, values, "pack", **LATE),
 ]
 
@@ -135,6 +203,12 @@ def test_values(engine, check, options):
 
 
 PACK = INTERPRETER, neighbours, (5, 0, 66, 1), 3
+#: What comes before the work of a program, in both kernels.
+SEQUENCE = (
+    "    if sequence < SEQUENCES:\n"
+    "        taps, bias = _taps(weight_ptr, channel, D, WIDTH), _bias(bias_ptr, channel, D)\n"
+    "        "
+)
 MUTANTS = {
     "rows_of_the_sequence_before": (
         *(INTERPRETER, values, "batch, two chunks"),
@@ -145,16 +219,13 @@ MUTANTS = {
     ),
     "the_last_slope_first": (
         *(INTERPRETER, values, "batch"),
-        (
-            "of_row, _tap(weight_ptr, channel, WIDTH - 1 - i",
-            "of_row, _tap(weight_ptr, channel, i",
-        ),
+        ("out = out + (taps[WIDTH - 1 - w],)", "out = out + (taps[w],)"),
     ),
     "another_sequences_state": (
         *PACK,
         (
-            "(sequence * D + channel[None, :]) * (WIDTH - 1) + place[:, None]\n        state",
-            "channel[None, :] * (WIDTH - 1) + place[:, None]\n        state",
+            "(sequence * D + channel) * (WIDTH - 1) + place\n",
+            "channel * (WIDTH - 1) + place\n",
         ),
     ),
     "chunks_of_the_pack": (
@@ -177,31 +248,58 @@ MUTANTS = {
     ),
     "what_is_behind_is_a_sequence": (
         *(INTERPRETER, neighbours, (5, 66), 3),
-        (
-            "rows = tl.where(sequence < SEQUENCES, rows, 0.0)",
-            "rows = rows + 0.0",
-        ),
+        (f"{SEQUENCE}before", f"{SEQUENCE.replace('SEQUENCES', 'SEQUENCES + 1')}before"),
+    ),
+    "what_is_behind_has_gradients": (
+        *(SM90, neighbours, (5, 66), 3),
+        (f"{SEQUENCE}backwards", f"{SEQUENCE.replace('SEQUENCES', 'SEQUENCES + 1')}backwards"),
     ),
     "newest_first": (
         *(INTERPRETER, values, "batch"),
-        (
-            "initial_ptr, row - (WIDTH - 1) + w,",
-            "initial_ptr, row - w,",
-        ),
+        ("out = out + (tap.to(tl.float32),)", "out = (tap.to(tl.float32),) + out"),
     ),
     "no_silu_in_the_gradient": (
         *(INTERPRETER, values, "batch"),
         (
-            'dy = activation_slope(pre, "silu") * dy',
-            "dy = dy + 0.0 * pre",
+            "slope = _silu_slope(_chain(bias, inputs, taps, WIDTH)) * slope",
+            "slope = _chain(bias, inputs, taps, WIDTH) * 0.0 + slope",
         ),
     ),
     "no_bias_in_the_sums": (
         *(INTERPRETER, values, "batch"),
-        (
-            "tl.where((tap == WIDTH)[:, None], 1.0, rows)",
-            "tl.where((tap == WIDTH)[:, None], 0.0, rows)",
-        ),
+        ("(sums[WIDTH] + slope,)", "(sums[WIDTH] + slope * 0.0,)"),
+    ),
+    "the_next_chunk_in_the_sums": (
+        *(INTERPRETER, values, "batch, two chunks"),
+        ("if step + i < count_summed:", "if step + i < count_summed + 1:"),
+    ),
+    "the_chunk_before_is_written_too": (
+        *(SM90, values, "batch, two chunks"),
+        ("(step + i >= WIDTH - 1) & (i < left_dx)", "i < left_dx"),
+    ),
+    "each_chunk_writes_the_gradient_of_the_state": (
+        *(SM90, values, "pack"),
+        ("tl.where(start == first, WIDTH - 1, 0)", "WIDTH - 1"),
+    ),
+    "rows_in_flight_of_the_next_chunk": (
+        *(SM90, neighbours, (5, 66), 3),
+        ("x_row, left - AHEAD, AHEAD)\n            for", "x_row, left, AHEAD)\n            for"),
+    ),
+    "slopes_behind_the_sequence": (
+        *(INTERPRETER, rows_that_are_not_there),
+        ("slope = tl.where(i < left, slope, 0.0)", "slope = slope + 0.0"),
+    ),
+    "another_half_of_e": (
+        *(INTERPRETER, silu, INTERPRETER),
+        ("(m.to(tl.int32, bitcast=True) ^ flip)", "m.to(tl.int32, bitcast=True)"),
+    ),
+    "an_inverse_without_newtons_step": (
+        *(INTERPRETER, silu, INTERPRETER),
+        ("tl.fma(tl.fma(square * -1.0, inverse, one), inverse, inverse)", "inverse * one"),
+    ),
+    "a_quotient_without_its_remainder": (
+        *(SM90, silu, SM90),
+        ("tl.fma(tl.fma(square * -1.0, quotient, e), inverse, quotient)", "quotient * one"),
     ),
 }
 

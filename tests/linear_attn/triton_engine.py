@@ -9,9 +9,7 @@ RUNNER = Runner(
     package,
     {
         "conv_kernel": ("out_ptr",),
-        "conv_gradient_kernel": ("dx_ptr",),
-        "conv_initial_gradient_kernel": ("d_initial_ptr",),
-        "conv_sums_kernel": ("sums_ptr",),
+        "conv_gradient_kernel": ("dx_ptr", "d_initial_ptr", "sums_ptr"),
         "add_sums_kernel": ("into_ptr",),
     },
 )

@@ -6,6 +6,7 @@ and its current stream, and compiles at its first launch.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import torch
@@ -22,52 +23,34 @@ _ROWS = "a last stride of 1, the others without gaps"
 
 def conv(operands: Conv, sequences: Sequences, silu: bool, out: torch.Tensor) -> None:
     """Triton implementation of `cpu.conv`."""
-    x = operands.x
-    slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
+    x, tensors = operands.x, _tensors(operands, sequences)
+    slots = sequences.slots(TRITON.conv_rows)
     with torch.cuda.device(x.device):
-        kernels.conv_kernel[(slots, blocks)](
-            *_tensors(operands, sequences),
-            out,
-            *_sizes(x, sequences),
-            **_options(operands.weight, silu),
-            ROWS=TRITON.conv_rows,
-            CHANNELS=TRITON.conv_channels,
-        )
+        kernels.conv_kernel[(slots, cdiv(x.shape[1], TRITON.conv_channels))](
+            *tensors, out, *_sizes(x, sequences),
+            **_options(operands, silu), ROWS=TRITON.conv_rows,
+        )  # fmt: skip
 
 
 def conv_backward(
     dy: torch.Tensor, operands: Conv, sequences: Sequences, silu: bool, gradients: ConvGradients
 ) -> None:
     """Triton implementation of `cpu.conv_backward`."""
-    x, options = operands.x, _options(operands.weight, silu)
-    dy, sizes = contiguous("causal_conv", "dy", dy, _ROWS), _sizes(x, sequences)
-    tensors = dy, *_tensors(operands, sequences)
-    slots, blocks = sequences.slots(TRITON.conv_rows), cdiv(x.shape[1], TRITON.conv_channels)
+    x, tensors = operands.x, _tensors(operands, sequences)
+    dy = contiguous("causal_conv", "dy", dy, _ROWS)
+    width, channels, slots = operands.weight.shape[1], x.shape[1], sequences.slots(CONV_CHUNK)
+    dx, weight, bias, initial = gradients
+    parts = None
+    if weight is not None or bias is not None:
+        parts = x.new_empty(slots, width + 1, channels, dtype=torch.float32)
     with torch.cuda.device(x.device):
-        if gradients.dx is not None:
-            kernels.conv_gradient_kernel[(slots, blocks)](
-                *tensors, gradients.dx, *sizes, **options,
-                ROWS=TRITON.conv_rows, CHANNELS=TRITON.conv_channels,
-            )  # fmt: skip
-        if gradients.initial is not None:
-            kernels.conv_initial_gradient_kernel[(sequences.count, blocks)](
-                *tensors, gradients.initial, *sizes, **options, CHANNELS=TRITON.conv_channels
-            )
-        if gradients.weight is not None or gradients.bias is not None:
-            _add_sums(tensors, sizes, options, sequences.slots(CONV_CHUNK), gradients)
-
-
-def _add_sums(tensors, sizes, options, slots: int, gradients: ConvGradients) -> None:
-    """Add dweight and dbias, chunk by chunk."""
-    (_, x, *_), width = tensors, options["WIDTH"]
-    channels = x.shape[1]
-    parts = x.new_empty(slots, width + 1, channels, dtype=torch.float32)
-    blocks = cdiv(channels, TRITON.sum_channels)
-    kernels.conv_sums_kernel[(slots, blocks)](
-        *tensors, parts, *sizes, **options, ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels
-    )
-    add_sums(kernels, parts, gradients.weight, 0)
-    add_sums(kernels, parts, gradients.bias, width)
+        kernels.conv_gradient_kernel[(slots, cdiv(channels, TRITON.conv_channels))](
+            dy, *tensors, dx, initial, parts, *_sizes(x, sequences),
+            **_options(operands, silu), ROWS=CONV_CHUNK,
+        )  # fmt: skip
+        if parts is not None:
+            add_sums(kernels, parts, weight, 0)
+            add_sums(kernels, parts, bias, width)
 
 
 def add_sums(
@@ -110,10 +93,17 @@ def _sizes(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
     return x.shape[0], sequences.length, sequences.count, x.shape[1], stride
 
 
-def _options(weight: torch.Tensor, silu: bool) -> dict[str, int | bool]:
+def _options(operands: Conv, silu: bool) -> dict[str, int | bool]:
+    x, weight, *_ = operands
+    channels = x.shape[1]
+    stride = x.stride(0) if x.stride(1) == 1 else channels
     return {
         "WIDTH": weight.shape[1],
         "SILU": silu,
-        "num_warps": TRITON.num_warps,
+        "CHANNELS": TRITON.conv_channels,
+        "AHEAD": TRITON.conv_ahead,
+        # A known factor of D and of the stride between rows; it widens loads only.
+        "ALIGN": math.gcd(channels, stride, 8),
+        "num_warps": 1,
         "enable_fp_fusion": TRITON.fp_fusion,
     }

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class TritonPlan:
     """Sizes of programs, which decide no bit and that no measurement has tuned, and what does.
 
-    conv_rows, conv_channels: Tile of the convolution's forward and of its gradient of x.
-    sum_channels: Channels of a program that sums over the rows of a chunk.
+    conv_rows, conv_channels: Rows of a program of the convolution's forward; channels of one warp.
+    conv_ahead: Rows that it loads together, while it works on as many.
+    sum_channels: Channels of a program that sums over the rows of a chunk of the decay.
     add_lanes, add_ahead: Channels, times slots that are folded, of a program that adds sums of
         chunks; groups of slots that it loads together.
     norm_rows: Rows of a program of l2norm.
@@ -30,8 +31,9 @@ class TritonPlan:
     fp_fusion: Whether the compiler may fuse; a multiply-add is written as one.
     """
 
-    conv_rows: int = 16
-    conv_channels: int = 64
+    conv_rows: int = 32
+    conv_channels: int = 128
+    conv_ahead: int = 4
     sum_channels: int = 64
     add_lanes: int = 32
     add_ahead: int = 32
