@@ -39,7 +39,7 @@ DELTA = Runner(
     {
         "inner_kernel": ("decay_ptr", "inner_ptr"),
         "chain_kernel": ("u_ptr", "states_ptr", "final_ptr"),
-        "output_kernel": ("out_ptr",),
+        "output_kernel": ("out_ptr", "u_ptr", "states_ptr"),
     },
     files=("kernel", "kernel_delta", "delta"),
 )

@@ -191,14 +191,18 @@ def inner_kernel(
     N, LENGTH, SEQUENCES, k_row, k_head,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """G and A of a chunk of a v head."""
+    """G and A of a chunk of a v head; 0 of rows that belong to no sequence."""
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
-    if sequence == SEQUENCES or start >= end:
-        return
     head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
     row = start + i
     inside = row < end
+    if (sequence == SEQUENCES) | (start >= end):
+        tl.store(decay_ptr + (row * HV + head), tl.zeros([CHUNK], tl.float32), mask=inside)
+        offset = (row[:, None] * HV + head) * CHUNK + i[None, :]
+        nothing = tl.zeros([CHUNK, CHUNK], tl.bfloat16)
+        tl.store(inner_ptr + offset, nothing, mask=inside[:, None])
+        return
     decay = decays(gates_at(g_ptr, row, head, HV, inside))
     beta = gates_at(beta_ptr, row, head, HV, inside)
     k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
@@ -287,21 +291,28 @@ def output_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """o of a chunk of a v head, ``COLUMNS`` of V; 0 of rows that belong to no sequence."""
+    """o of a chunk of a v head, ``COLUMNS`` of V; 0 of rows that belong to no sequence.
+
+    So are their u, and the states of slots that no chunk has: results follow no old memory.
+    """
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
     head = tl.program_id(1)
+    slot = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     row = start + tl.arange(0, CHUNK)
     inside = row < end
-    out = tl.zeros([CHUNK, COLUMNS], tl.float32)
-    if sequence < SEQUENCES:
-        d = tl.arange(0, K)
-        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
-        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
-        u = rows_at(u_ptr, row, head, columns, HV * V, V, inside)
-        decay = gates_at(decay_ptr, row, head, HV, inside)
-        slot = tl.program_id(0).to(tl.int64)
-        s_hat = tl.load(states_ptr + state_at(slot, head, columns, HV, K, V), mask=start < end)
-        out = outputs(q, k, u, s_hat, decay, scale, UPCAST)
+    at = state_at(slot, head, columns, HV, K, V)
     offset = (row[:, None] * HV + head) * V + columns[None, :]
+    if (sequence == SEQUENCES) | (start >= end):
+        nothing = tl.zeros([CHUNK, COLUMNS], tl.bfloat16)
+        tl.store(out_ptr + offset, nothing, mask=inside[:, None])
+        tl.store(u_ptr + offset, nothing, mask=inside[:, None])
+        tl.store(states_ptr + at, tl.zeros([K, COLUMNS], tl.bfloat16))
+        return
+    d = tl.arange(0, K)
+    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
+    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+    u = rows_at(u_ptr, row, head, columns, HV * V, V, inside)
+    decay = gates_at(decay_ptr, row, head, HV, inside)
+    out = outputs(q, k, u, tl.load(states_ptr + at), decay, scale, UPCAST)
     tl.store(out_ptr + offset, out.to(tl.bfloat16), mask=inside[:, None])
