@@ -7,15 +7,16 @@ state before it: a row has the bytes that it has in one pass, whatever pieces it
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..arch import TRITON
-from ..errors import ArgumentValueError, expected
+from ..errors import ArgumentValueError, expected, one_of
 from ..runtime import checking, dispatch
-from . import checks, op_delta
-from .config import DELTA_CHUNK
+from . import checks, op_delta, op_ssd
+from .config import DELTA_CHUNK, SSD_CHUNK
 from .tensors import DeltaRecord, DeltaRule
 
 
@@ -85,41 +86,41 @@ class _Ring:
         return new
 
 
-def _ring_rows(drafts: int) -> int:
-    """Rows of a ring: an open chunk, drafts behind it, and the next step's row and drafts."""
-    return DELTA_CHUNK + 2 * drafts
+#: The rows that are computed, [1, N, ...]; the states before the open chunks; where its sequences
+#: begin and the last one ends -> (rows [1, N, ...], the states behind the last whole chunks).
+Scan = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class LinearAttentionLayerCache:
-    """The record of one layer; see `LinearAttentionCache`, which makes it.
+class LayerCache:
+    """The record of one layer, whatever its rule; see `LinearAttentionCache`, which makes it.
 
     Attributes:
-        state: [slots, HV, K, V], fp32, behind the last chunk that is whole whatever is dropped.
-        grid: [slots], int64, rows behind which ``state`` is: a multiple of 64.
+        state: [slots, heads, ...], fp32, behind the last chunk that is whole whatever is dropped.
+        grid: [slots], int64, rows behind which ``state`` is: a multiple of ``chunk``.
         length, conv_length: [slots], int64, rows that the rule and the convolution have seen.
+        chunk: Rows of a chunk of the rule.
     """
+
+    chunk: int
 
     def __init__(
         self,
         slots: int,
-        heads: tuple[int, int],
-        sizes: tuple[int, int],
+        state: tuple[int, ...],
+        rows: Sequence[tuple[tuple[int, ...], torch.dtype]],
         conv: tuple[int, int],
         drafts: int,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ):
-        (k_heads, v_heads), (k, v), (channels, width) = heads, sizes, conv
-        rows, self.drafts, self.width = _ring_rows(drafts), drafts, width
-        self.state = torch.zeros(slots, v_heads, k, v, dtype=torch.float32, device=device)
+        """state: Shape of a state.  rows: (shape, dtype) of each operand that is kept."""
+        channels, width = conv
+        self.drafts, self.width = drafts, width
+        self.state = torch.zeros(slots, *state, dtype=torch.float32, device=device)
         self.grid, self.length, self.conv_length = (
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
         )
-        self._k = _Ring(slots, rows, (k_heads, k), dtype, device)
-        self._v = _Ring(slots, rows, (v_heads, v), dtype, device)
-        self._g, self._beta = (
-            _Ring(slots, rows, (v_heads,), torch.float32, device) for _ in range(2)
-        )
+        self._kept = [_Ring(slots, self._ring_rows(drafts), *each, device) for each in rows]
         self._conv = _Ring(slots, width - 1 + drafts, (channels,), dtype, device)
         self._may_drop = 0
 
@@ -160,6 +161,87 @@ class LinearAttentionLayerCache:
         self.conv_length[slot] = end
         return out
 
+    def _extend(
+        self,
+        kept: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor | None],
+        cu_seqlens: torch.Tensor | None,
+        slots: torch.Tensor | None,
+        scan: Scan,
+    ) -> torch.Tensor:
+        """Append the next rows [B, T, ...], and return what the rule gives for them.
+
+        kept, others: Its operands that later rows read, and those that they do not.
+        """
+        batch, length = kept[0].shape[:2]
+        pieces = _pieces(batch, length, cu_seqlens, kept[0].device)
+        slot = self._slots(pieces, slots)
+        base, start = self.grid[slot], self.length[slot]
+        opened = start - base
+        offsets = torch.nn.functional.pad((opened + pieces.count).cumsum(0), (1, 0))
+
+        # Row r of what is computed is at position p from the grid on: an old row, or a new one.
+        total = batch * length + len(slot) * (self._kept[0].rows - 1)
+        r = torch.arange(total, device=slot.device)
+        s = _sequence_of(r, offsets)
+        p = r - offsets[s]
+        old = p < opened[s]
+        new = torch.where(old | (r >= offsets[-1]), 0, pieces.first[s] + p - opened[s])
+
+        def rows(ring: _Ring, given: torch.Tensor) -> torch.Tensor:
+            given = given.flatten(0, 1)[new]
+            before = ring.read(slot[s], base[s] + p).to(given.dtype)
+            return torch.where(old.view(-1, *[1] * (given.dim() - 1)), before, given)[None]
+
+        operands = [rows(*pair) for pair in zip(self._kept, kept, strict=True)]
+        operands += [None if t is None else t.flatten(0, 1)[new][None] for t in others]
+        out, state = scan(operands, self.state[slot], offsets)
+        behind = base + (offsets.diff() - self.drafts).clamp(min=0) // self.chunk * self.chunk
+        of, position = slot[pieces.sequence], start[pieces.sequence] + pieces.place
+        keep = pieces.inside & (position >= behind[pieces.sequence])
+        for ring, given in zip(self._kept, kept, strict=True):
+            ring.write(of, position, keep, given.flatten(0, 1))
+        self.state[slot], self.grid[slot] = state, behind
+        self.length[slot] = start + pieces.count
+        self._may_drop = self.drafts
+        at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
+        return out[0][at].unflatten(0, (batch, length))  # 0 of rows behind the pack
+
+    def _select(self, slots: torch.Tensor, drafts: int) -> LayerCache:
+        new = copy.copy(self)
+        new.drafts, new._may_drop = drafts, 0
+        new.state, new.grid, new.length, new.conv_length = (t[slots] for t in self._each())
+        new._kept = [ring.select(slots, self._ring_rows(drafts), new.length) for ring in self._kept]
+        new._conv = self._conv.select(slots, self.width - 1 + drafts, new.conv_length)
+        return new
+
+    def _ring_rows(self, drafts: int) -> int:
+        """Rows of a ring: an open chunk, drafts behind it, and the next step's row and drafts."""
+        return self.chunk + 2 * drafts
+
+    def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
+        if slots is None:
+            return torch.arange(len(pieces.first), device=self.length.device)
+        return slots.long()
+
+    def _each(self) -> list[torch.Tensor]:
+        return [self.state, self.grid, self.length, self.conv_length]
+
+    def _rings(self) -> list[_Ring]:
+        return [*self._kept, self._conv]
+
+
+class DeltaRuleCache(LayerCache):
+    """The record of a layer of the gated delta rule: a state [HV, K, V], and k, v, g, beta."""
+
+    chunk = DELTA_CHUNK
+
+    def __init__(self, slots: int, heads: tuple[int, int], sizes: tuple[int, int], **others):
+        (k_heads, v_heads), (k, v), dtype = heads, sizes, others["dtype"]
+        gate = (v_heads,), torch.float32
+        rows = ((k_heads, k), dtype), ((v_heads, v), dtype), gate, gate
+        super().__init__(slots, (v_heads, k, v), rows, **others)
+
     @torch.no_grad()
     def gated_delta_rule(
         self,
@@ -181,52 +263,24 @@ class LinearAttentionLayerCache:
         Returns:
             o [B, T, HV, V], with the bytes of one pass over the whole sequence.
         """
+
         self._may_drop = self.drafts
         if self._is_step(q, v):
             return self._step(DeltaRule(q, k, v, g, beta, None), scale, cu_seqlens, slots)
-        pieces = _pieces(v.shape[0], v.shape[1], cu_seqlens, v.device)
-        slot = self._slots(pieces, slots)
-        base, start = self.grid[slot], self.length[slot]
-        opened = start - base
-        offsets = torch.nn.functional.pad((opened + pieces.count).cumsum(0), (1, 0))
 
-        # Row r of what is computed is at position p from the grid on: an old row, or a new one.
-        total = v.shape[0] * v.shape[1] + len(slot) * (self._k.rows - 1)
-        r = torch.arange(total, device=v.device)
-        s = _sequence_of(r, offsets)
-        p = r - offsets[s]
-        old = p < opened[s]
-        new = torch.where(old | (r >= offsets[-1]), 0, pieces.first[s] + p - opened[s])
+        def scan(operands, state, offsets):
+            k, v, g, beta, q = operands
+            out, state, *_ = op_delta.gated_delta_rule(
+                q, k, v, g, beta, state, offsets, scale, True, self.drafts
+            )
+            return out, state
 
-        def rows(ring: _Ring, given: torch.Tensor) -> torch.Tensor:
-            given = given.flatten(0, 1)[new]
-            kept = ring.read(slot[s], base[s] + p).to(given.dtype)
-            return torch.where(old.view(-1, *[1] * (given.dim() - 1)), kept, given)[None]
-
-        rings = (self._k, k), (self._v, v), (self._g, g), (self._beta, beta)
-        out, state, *_ = op_delta.gated_delta_rule(
-            q.flatten(0, 1)[new][None],
-            *(rows(*pair) for pair in rings),
-            self.state[slot],
-            offsets,
-            scale,
-            True,
-            self.drafts,
-        )
-        behind = base + (offsets.diff() - self.drafts).clamp(min=0) // DELTA_CHUNK * DELTA_CHUNK
-        of, position = slot[pieces.sequence], start[pieces.sequence] + pieces.place
-        keep = pieces.inside & (position >= behind[pieces.sequence])
-        for ring, given in rings:
-            ring.write(of, position, keep, given.flatten(0, 1))
-        self.state[slot], self.grid[slot] = state, behind
-        self.length[slot] = start + pieces.count
-        at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
-        return out[0][at].unflatten(0, v.shape[:2])  # 0 of rows behind the pack
+        return self._extend((k, v, g, beta), (q,), cu_seqlens, slots, scan)
 
     def _is_step(self, q: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether new rows find room beside the old ones: one launch does it all, on a GPU."""
         on_gpu = op_delta.backend(v.device, v.dtype) == TRITON
-        return on_gpu and q.dtype == self._k.data.dtype and v.shape[1] <= self.drafts + 1
+        return on_gpu and q.dtype == self._kept[0].data.dtype and v.shape[1] <= self.drafts + 1
 
     def _step(
         self,
@@ -238,9 +292,8 @@ class LinearAttentionLayerCache:
         checks.delta_rule(operands, cu_seqlens, scale)
         q, v = operands.q, operands.v
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        rings = (self._k, self._v, self._g, self._beta)
-        tensors = self.state, *(ring.data for ring in rings)
-        record = DeltaRecord(tensors, self.grid, self.length, self._k.rows, self.drafts)
+        tensors = self.state, *(ring.data for ring in self._kept)
+        record = DeltaRecord(tensors, self.grid, self.length, self._kept[0].rows, self.drafts)
         dispatch.launcher("gated_delta_step", v.device, v.dtype)(
             DeltaRule(*(t.flatten(0, 1) for t in operands[:5]), None),
             v.shape[1],
@@ -252,50 +305,87 @@ class LinearAttentionLayerCache:
         )
         return out
 
-    def _select(self, slots: torch.Tensor, drafts: int) -> LinearAttentionLayerCache:
-        new = copy.copy(self)
-        new.drafts, new._may_drop = drafts, 0
-        new.state, new.grid, new.length, new.conv_length = (t[slots] for t in self._each())
-        rows = _ring_rows(drafts)
-        new._k, new._v, new._g, new._beta = (
-            ring.select(slots, rows, new.length) for ring in self._rings()[:4]
-        )
-        new._conv = self._conv.select(slots, self.width - 1 + drafts, new.conv_length)
-        return new
 
-    def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
-        if slots is None:
-            return torch.arange(len(pieces.first), device=self.length.device)
-        return slots.long()
+class StateSpaceCache(LayerCache):
+    """The record of a layer of Mamba-2: a state [H, P, N], and x, dt, B."""
 
-    def _each(self) -> list[torch.Tensor]:
-        return [self.state, self.grid, self.length, self.conv_length]
+    chunk = SSD_CHUNK
 
-    def _rings(self) -> list[_Ring]:
-        return [self._k, self._v, self._g, self._beta, self._conv]
+    def __init__(self, slots: int, heads: tuple[int, int], sizes: tuple[int, int], **others):
+        (groups, heads), (n, p), dtype = heads, sizes, others["dtype"]
+        rows = ((heads, p), dtype), ((heads,), torch.float32), ((groups, n), dtype)
+        super().__init__(slots, (heads, p, n), rows, **others)
+
+    @torch.no_grad()
+    def mamba_chunk_scan_combined(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int | None = None,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        *,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        cu_seqlens: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The next rows of `mamba_chunk_scan_combined`, whose arguments these are.
+
+        As `DeltaRuleCache.gated_delta_rule`; A, dt_bias and the options are those of each call.
+        """
+        checks.chunk_size(chunk_size)
+        options = checks.step_options(dt_softplus, dt_limit)
+
+        def scan(operands, state, offsets):
+            x, dt, B, C, z = operands
+            out, state, *_ = op_ssd.ssd_scan(
+                x, dt, A, B, C, D, z, dt_bias, state, offsets, None, None, None, *options, True,
+                self.drafts,
+            )  # fmt: skip
+            return out, state
+
+        return self._extend((x, dt, B), (C, z), cu_seqlens, slots, scan)
+
+
+#: Rule of the layers of a cache -> the record of one.
+RULES: Mapping[str, type[LayerCache]] = {
+    "gated_delta_rule": DeltaRuleCache,
+    "mamba2": StateSpaceCache,
+}
 
 
 class LinearAttentionCache:
-    """What gated delta rule layers keep of their sequences between calls.
+    """What layers of the gated delta rule, or of Mamba-2, keep of their sequences between calls.
 
-    A layer's record has, for each slot, the state before the open chunk of 64 rows, the rows since
-    (k, v, g, beta), and the last inputs of its convolution.  Each step computes the open chunk
-    again: training, prefill in any pieces, single rows and drafts have the same bytes.
+    A layer's record has, for each slot, the state before the open chunk of 64 rows (Mamba-2: 128),
+    the rows since (k, v, g, beta; x, dt, B), and the last inputs of its convolution.  Each step
+    computes the open chunk again: training, prefill in any pieces, single rows and drafts have the
+    same bytes.
 
     Args:
         layers: Number of layers.
         slots: Sequences at a time.
-        heads: (H of q and k, HV of v).
-        sizes: (K, V).
-        conv: (channels, taps) of the convolution: 2 H K + HV V and 4 in Qwen3-Next.
+        heads: (H of q and k, HV of v); of Mamba-2 (G of B and C, H of x).
+        sizes: (K, V); of Mamba-2 (N, P).
+        conv: (channels, taps) of the convolution: 2 H K + HV V and 4 in Qwen3-Next, 2 G N + H P
+            and 4 in Mamba-2.
         drafts: Rows of the last call that `rollback` may drop again.
-        dtype: Of q, k, v and of the convolution's inputs.
+        dtype: Of q, k, v, or x, B, C, and of the convolution's inputs.
         device: Of the record; as `torch.zeros`.
+        rule: "gated_delta_rule", or "mamba2": layers have ``gated_delta_rule``, or
+            ``mamba_chunk_scan_combined``, and ``causal_conv1d``.
 
     Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of (H K + HV V) elements
-    and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.
+    and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.  Of Mamba-2 4 H P N
+    bytes; 128 + 2 drafts rows of (G N + H P) elements and 4 H bytes.
 
-    Guarantees: as `chunk_gated_delta_rule` and `causal_conv1d_fn`, whose bytes the rows have.
+    Guarantees: as `chunk_gated_delta_rule`, `mamba_chunk_scan_combined` and `causal_conv1d_fn`,
+    whose bytes the rows have.
 
     Raises:
         ArgumentValueError: a size is below its least value, or too many rows are dropped.
@@ -322,7 +412,10 @@ class LinearAttentionCache:
         drafts: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        rule: str = "gated_delta_rule",
     ):
+        if rule not in RULES:
+            raise ArgumentValueError(one_of("rule", RULES, rule))
         sizes_of = ("heads", heads), ("sizes", sizes), ("conv", conv)
         numbers = {"layers": layers, "slots": slots, "drafts": drafts} | {
             f"{name}[{i}]": number for name, pair in sizes_of for i, number in enumerate(pair)
@@ -332,12 +425,10 @@ class LinearAttentionCache:
             if checking.integer(name, number) < least:
                 raise ArgumentValueError(expected(name, f"at least {least}", number))
         self.slots = slots
-        self.layers = [
-            LinearAttentionLayerCache(slots, heads, sizes, conv, drafts, dtype, device)
-            for _ in range(layers)
-        ]
+        options = {"conv": conv, "drafts": drafts, "dtype": dtype, "device": device}
+        self.layers = [RULES[rule](slots, heads, sizes, **options) for _ in range(layers)]
 
-    def __getitem__(self, layer: int) -> LinearAttentionLayerCache:
+    def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
 
     def __len__(self) -> int:

@@ -12,21 +12,46 @@ from tests.anchors import planted
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import drawn
 
+from . import ssd_cases
 from .delta_cases import BF16, FP32, Case, operands
 
 HEADS, SIZES, CHANNELS = (1, 2), (8, 16), 48
-LENGTH = 150
+LENGTH = 195
+DELTA, MAMBA2 = "gated_delta_rule", "mamba2"
+#: Rows of a chunk.
+CHUNKS = {DELTA: 64, MAMBA2: 128}
+#: Operands of a scan that are no rows.
+A, D, BIAS = -torch.tensor([0.4, 1.5]), drawn(2, seed=92), drawn(2, seed=93, dtype=FP32)
+STEPS = {"dt_softplus": True, "dt_limit": (0.02, 2.0)}
+
+
+def applied(rule: str, of: object, rows: list[torch.Tensor], **options: object) -> torch.Tensor:
+    """What a rule, of a layer of a cache or whole, gives for rows [B, T, ...]."""
+    if rule == DELTA:
+        whole = not isinstance(of, module.LayerCache)
+        out = getattr(of, "chunk_gated_delta_rule" if whole else DELTA)(*rows, **options)
+        return out[0] if whole else out
+    x, dt, B, C, z = rows
+    return of.mamba_chunk_scan_combined(x, dt, A, B, C, None, D, z, BIAS, **STEPS, **options)
 
 
 class Sequence:
     """Operands of one sequence, [T, ...], and its rows in one pass."""
 
-    def __init__(self, seed: int, length: int = LENGTH):
-        case = Case((length,), heads=HEADS, sizes=SIZES, initial=False)
-        q, k, v, g, beta, _ = operands(case, seed)
-        self.rows = q, k, v, g * 0.1, beta
+    def __init__(self, rule: str, seed: int, length: int = LENGTH):
+        self.rule = rule
+        if rule == DELTA:
+            q, k, v, g, beta, _ = operands(
+                Case((length,), heads=HEADS, sizes=SIZES, initial=False), seed
+            )
+            self.rows = q, k, v, g * 0.1, beta
+        else:
+            o = ssd_cases.operands(
+                ssd_cases.Case((length,), heads=HEADS, sizes=SIZES[::-1], initial=False), seed
+            )
+            self.rows = o.x, o.dt, o.B, o.C, o.z
         self.x = drawn(length, CHANNELS, seed=seed + 7, dtype=BF16)
-        self.out = ck.chunk_gated_delta_rule(*(t[None] for t in self.rows))[0][0]
+        self.out = applied(rule, ck, [t[None] for t in self.rows])[0]
         self.conv = ck.causal_conv1d_fn(self.x.T[None], *taps(), activation="silu")[0].T
 
     def part(self, first: int, end: int) -> list[torch.Tensor]:
@@ -37,20 +62,22 @@ def taps() -> tuple[torch.Tensor, torch.Tensor]:
     return drawn(CHANNELS, 4, seed=90, dtype=BF16), drawn(CHANNELS, seed=91, dtype=BF16)
 
 
-def new_cache(slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
+def new_cache(rule: str, slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
     return ck.LinearAttentionCache(
-        2, slots, heads=HEADS, sizes=SIZES, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16
+        2, slots, heads=HEADS, sizes=SIZES, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16, rule=rule
     )
 
 
-def step(cache, parts: list[list[torch.Tensor]], slots=None) -> list[tuple[torch.Tensor, ...]]:
+def step(
+    rule: str, cache, parts: list[list[torch.Tensor]], slots=None
+) -> list[tuple[torch.Tensor, ...]]:
     """(conv, o) of the next rows of some sequences, given as a pack."""
     lengths = [len(part[0]) for part in parts]
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     *rows, x = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     options = {"cu_seqlens": offsets, "slots": slots}
     conv = cache[1].causal_conv1d(x.T[None], *taps(), "silu", **options)[0].T
-    out = cache[1].gated_delta_rule(*(t[None] for t in rows), **options)[0]
+    out = applied(rule, cache[1], [t[None] for t in rows], **options)[0]
     return list(zip(conv.split(lengths), out.split(lengths), strict=True))
 
 
@@ -60,56 +87,62 @@ def check(sequence: Sequence, got: tuple[torch.Tensor, ...], first: int, end: in
     assert same_bytes(conv, sequence.conv[first:end]), (first, end)
 
 
-def pieces(drafts: int = 0) -> None:
+def pieces(rule: str, drafts: int = 0) -> None:
     """Prefill of other lengths, then pieces of 0 to 70 rows side by side, in permuted slots."""
-    sequences, at = [Sequence(seed) for seed in (0, 20, 40)], [0, 0, 0]
-    cache, slots = new_cache(4, drafts), torch.tensor([2, 0, 3])
-    for sizes in ((64, 1, 70), (1, 63, 0), (20, 1, 1), (1, 64, 15), (63, 2, 1), (1, 1, 1)):
+    sequences, at = [Sequence(rule, seed) for seed in (0, 20, 40)], [0, 0, 0]
+    cache, slots = new_cache(rule, 4, drafts), torch.tensor([2, 0, 3])
+    more = CHUNKS[rule] - 64
+    for sizes in (
+        (64 + more, 1, 70), (1, 63 + more, 0), (20, 1, 1), (1, 64, 15 + more), (63, 2, 1), (1, 1, 1)
+    ):  # fmt: skip
         ends = [a + n for a, n in zip(at, sizes, strict=True)]
         parts = [s.part(a, b) for s, a, b in zip(sequences, at, ends, strict=True)]
         for sequence, got, first, end in zip(
-            sequences, step(cache, parts, slots), at, ends, strict=True
+            sequences, step(rule, cache, parts, slots), at, ends, strict=True
         ):
             check(sequence, got, first, end)
         at = ends
 
 
-def drafts() -> None:
+def drafts(rule: str) -> None:
     """Drafts across blocks and chunks are dropped in part, and other rows follow."""
-    true, other = Sequence(0), Sequence(60)
-    cache, length = new_cache(1, drafts=20), 0
-    accepted = (50, 0), (9, 3), (20, 6), (1, 1), (20, 20), (17, 0), (20, 13), (5, 2)
+    true, other = Sequence(rule, 0), Sequence(rule, 60)
+    cache, length = new_cache(rule, 1, drafts=20), 0
+    first = CHUNKS[rule] - 14
+    accepted = (first, 0), (9, 3), (20, 6), (1, 1), (20, 20), (17, 0), (20, 13), (5, 2)
     for offered, dropped in accepted:
         keep = offered - dropped
         pairs = zip(true.part(length, length + keep), other.part(0, dropped), strict=True)
         part = [torch.cat(pair) for pair in pairs]
-        conv, out = step(cache, [part])[0]
+        conv, out = step(rule, cache, [part])[0]
         check(true, (conv[:keep], out[:keep]), length, length + keep)
         cache[0]._may_drop = dropped  # the layer that is not called
         cache.rollback(dropped)
         length += keep
-    assert length > 64 and int(cache[1].length[0]) == length == int(cache[1].conv_length[0])
+    assert length > CHUNKS[rule] and int(cache[1].length[0]) == length == int(
+        cache[1].conv_length[0]
+    )
 
 
-def copies() -> None:
+def copies(rule: str) -> None:
     """A copied slot goes on as its source does, and a reset one from the start."""
-    a, b = Sequence(0), Sequence(20)
-    cache = new_cache(3, drafts=2)
-    step(cache, [a.part(0, 70), b.part(0, 9)], torch.tensor([1, 2]))
+    a, b = Sequence(rule, 0), Sequence(rule, 20)
+    cache = new_cache(rule, 3, drafts=2)
+    step(rule, cache, [a.part(0, 70), b.part(0, 9)], torch.tensor([1, 2]))
     cache.copy(torch.tensor([1, 2]), torch.tensor([2, 0]))
     cache.reset(torch.tensor([1]))
     parts = [b.part(9, 11), b.part(0, 5), a.part(70, 90)]
     for got, (sequence, first, end) in zip(
-        step(cache, parts), ((b, 9, 11), (b, 0, 5), (a, 70, 90)), strict=True
+        step(rule, cache, parts), ((b, 9, 11), (b, 0, 5), (a, 70, 90)), strict=True
     ):
         check(sequence, got, first, end)
 
 
-def selections() -> None:
+def selections(rule: str) -> None:
     """Slots that are selected go on, twice or in another order, and drop drafts from then on."""
-    a, b, other = Sequence(0), Sequence(20), Sequence(60)
-    cache = new_cache(3)
-    step(cache, [a.part(0, 70), b.part(0, 63)], torch.tensor([0, 2]))
+    a, b, other = Sequence(rule, 0), Sequence(rule, 20), Sequence(rule, 60)
+    cache = new_cache(rule, 3)
+    step(rule, cache, [a.part(0, 70), b.part(0, 63)], torch.tensor([0, 2]))
     cache = cache.select(torch.tensor([2, 0, 2]), drafts=9)
     assert cache.slots == 3
     for first, end, dropped in ((0, 20, 9), (20, 22, 1), (22, 40, 0)):
@@ -118,37 +151,37 @@ def selections() -> None:
             kept = sequence.part(behind + first, behind + end)
             bad = other.part(0, dropped)
             parts.append([torch.cat(pair) for pair in zip(kept, bad, strict=True)])
-        found = step(cache, parts)
+        found = step(rule, cache, parts)
         cache[0]._may_drop = dropped  # the layer that is not called
         cache.rollback(dropped)
         for got, (sequence, behind) in zip(found, ((b, 63), (a, 70), (b, 63)), strict=True):
             rows = tuple(t[: end - first] for t in got)
             check(sequence, rows, behind + first, behind + end)
     cache = cache.select(torch.tensor([1]), drafts=0)
-    check(a, step(cache, [a.part(110, 150)])[0], 110, 150)
+    check(a, step(rule, cache, [a.part(110, 150)])[0], 110, 150)
 
 
-def neighbours() -> None:
+def neighbours(rule: str) -> None:
     """NaN in a neighbour's rows, in free slots and behind the pack reaches nothing."""
-    sequence = Sequence(0)
-    cache = new_cache(3)
+    sequence = Sequence(rule, 0)
+    cache = new_cache(rule, 3)
     for ring in cache[1]._rings():
         ring.data.fill_(float("nan"))
     cache[1].state[2] = float("nan")
     for first, end in ((0, 66), (66, 67), (67, 130)):
         part = sequence.part(first, end)
         bad = [torch.full_like(t[:3], float("nan")) for t in part]
-        check(sequence, step(cache, [bad, part], torch.tensor([0, 1]))[1], first, end)
+        check(sequence, step(rule, cache, [bad, part], torch.tensor([0, 1]))[1], first, end)
     rows = [torch.cat([t, t.new_full(t.shape, float("nan"))]) for t in sequence.part(130, 132)]
     offsets = torch.tensor([0, 2])
     options = {"cu_seqlens": offsets, "slots": torch.tensor([1])}
-    out = cache[1].gated_delta_rule(*(t[None] for t in rows[:5]), **options)[0]
+    out = applied(rule, cache[1], [t[None] for t in rows[:5]], **options)[0]
     assert same_bytes(out[:2], sequence.out[130:132]) and not out[2:].any()
 
 
 CHECKS = {
     "pieces": pieces,
-    "pieces with drafts": lambda: pieces(drafts=20),
+    "pieces with drafts": lambda rule: pieces(rule, drafts=20),
     "drafts": drafts,
     "copies": copies,
     "selections": selections,
@@ -157,14 +190,15 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_bytes(name):
-    CHECKS[name]()
+@pytest.mark.parametrize("rule", CHUNKS)
+def test_bytes(rule, name):
+    CHECKS[name](rule)
 
 
 def test_batch_of_equal_lengths():
     """[B, T, ...] without a pack, in fp32, by the second call a row alone."""
-    sequences = [Sequence(seed, 20) for seed in (0, 20)]
-    cache = new_cache(2)
+    sequences = [Sequence(DELTA, seed, 20) for seed in (0, 20)]
+    cache = new_cache(DELTA, 2)
     rows = [torch.stack(pair) for pair in zip(*(s.rows for s in sequences), strict=True)]
     first = cache[0].gated_delta_rule(*(t[:, :19] for t in rows))
     last = cache[0].gated_delta_rule(*(t[:, 19:] for t in rows))
@@ -182,36 +216,48 @@ MUTANTS = {
                    "self.read(slot, position)"),
     "same_place": ("selections", "position = length[:, None] + back",
                    "position = length[:1, None] + 0 * length[:, None] + back"),
+    "steps_without_limits": ("pieces", "offsets, None, None, None, *options",
+                             "offsets, None, None, None, True, 0.0, 1e9"),
+    "state_of_all_rows": ("pieces", "self.drafts,\n            )  # fmt",
+                          "-1,\n            )  # fmt"),
     "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
     "states_stay": ("copies", "[self.state, self.grid, self.length, self.conv_length]",
                     "[self.grid, self.length, self.conv_length]"),
 }  # fmt: skip
 
 
+#: Those of a record of Mamba-2.
+_OF_MAMBA2 = {"steps_without_limits", "state_of_all_rows"}
+
+
 @pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(name, monkeypatch):
     check, old, new = MUTANTS[name]
+    assert ck.LinearAttentionCache is module.LinearAttentionCache  # what comes back
     with planted(module, (old, new)):
         monkeypatch.setattr(ck, "LinearAttentionCache", module.LinearAttentionCache)
         with pytest.raises(AssertionError):
-            CHECKS[check]()
+            CHECKS[check](MAMBA2 if name in _OF_MAMBA2 else DELTA)
 
 
 def test_too_many_rows_are_not_dropped():
-    cache = new_cache(1, drafts=2)
+    cache = new_cache(DELTA, 1, drafts=2)
     with pytest.raises(ArgumentValueError, match="rows: expected from 0 to 0"):
         cache.rollback(1)
     for _ in range(2):
         for layer in cache.layers:
-            rows = [t[None, :4] for t in Sequence(0, 8).rows]
+            rows = [t[None, :4] for t in Sequence(DELTA, 0, 8).rows]
             layer.gated_delta_rule(*rows)
     cache.rollback(2)
     with pytest.raises(ArgumentValueError, match="rows"):
         cache.rollback(1)
 
 
-@pytest.mark.parametrize("wrong", [{"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}])
+WRONG = {"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}, {"rule": "mamba"}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_sizes_are_refused_by_name(wrong):
     right = {"layers": 1, "slots": 1, "heads": HEADS, "sizes": SIZES, "conv": (4, 4), "dtype": FP32}
     with pytest.raises(ArgumentValueError, match=next(iter(wrong))):
