@@ -1,7 +1,7 @@
-"""Layer of transformers' caches for a gated delta net: a record of `ck.LinearAttentionCache`.
+"""Layer of transformers' caches for a mixer: a record of `ck.LinearAttentionCache`.
 
-transformers keeps the state after the last token.  The record has the state at a multiple of 64
-tokens of each sequence, and the rows since, so that chunks, single tokens, drafts and padded
+transformers keeps the state after the last token.  The record has the state at the last whole chunk
+of each sequence, and the rows since, so that chunks, single tokens, drafts and padded
 batches have the bytes of a whole pass.
 
 Imported when a mixer first gets a cache, as it imports transformers.
@@ -9,6 +9,7 @@ Imported when a mixer first gets a cache, as it imports transformers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,13 +23,13 @@ from .packs import Sequences, sequences_of
 DRAFTS = 64
 
 
-#: Inputs of a mixer: qkv [B, T, D], before the convolution, beta and a [B, T, HV].
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-#: The rule over rows of sequences, into a record: o [B, T, HV, V].
+#: Inputs of a mixer [B, T, ...], those of its convolution first.
+Rows = tuple[torch.Tensor, ...]
+#: The rule over rows of sequences, into a record: [B, T, heads, ...].
 Mix = Callable[[Rows, Sequences, LinearAttentionCache], torch.Tensor]
 
 
-def layer_of(cache: object, index: int) -> GatedDeltaLayer:
+def layer_of(cache: object, index: int) -> MixerLayer:
     """Return the layer of a mixer in a cache of transformers; a new one takes an empty one's place.
 
     Raises:
@@ -36,19 +37,20 @@ def layer_of(cache: object, index: int) -> GatedDeltaLayer:
     """
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
-    if isinstance(layer, GatedDeltaLayer):
+    if isinstance(layer, MixerLayer):
         return layer
-    known = type(layer) is cache_utils.LinearAttentionLayer
-    if not known or any(layer.has_previous_state.values()):
+    cls = _of_layers().get(type(layer))
+    if cls is None or any(layer.has_previous_state.values()):
         want = "a cache that the model made, or one of its config that is empty"
         actual = f"{type(cache).__name__}, layer {index}: {type(layer).__name__}"
         raise ArgumentValueError(expected("past_key_values", want, actual))
-    layers[index] = new = GatedDeltaLayer()
-    new.record_past = layer.record_past
+    layers[index] = new = cls()
+    # Attention that is in the same layer may have written to its part.
+    vars(new).update(vars(layer))
     return new
 
 
-class GatedDeltaLayer(cache_utils.LinearAttentionLayer):
+class MixerLayer(cache_utils.LinearAttentionLayer):
     """Cache of one mixer.
 
     record: What it keeps of its sequences; None: nothing yet.  pending: The rows and the mask of a
@@ -59,7 +61,7 @@ class GatedDeltaLayer(cache_utils.LinearAttentionLayer):
     is_compileable = False
 
     def __init__(self) -> None:
-        super().__init__()
+        cache_utils.LinearAttentionLayer.__init__(self)
         self.record: LinearAttentionCache | None = None
         self.pending: tuple[Rows, torch.Tensor | None] | None = None
         self.batch = self.recent = 0
@@ -78,7 +80,7 @@ class GatedDeltaLayer(cache_utils.LinearAttentionLayer):
         rows: Rows,
         sequences: Sequences,
     ) -> torch.Tensor:
-        """Append the tokens of a call, and return o [B, T, HV, V].
+        """Append the tokens of a call, and return what the rule gives for them.
 
         new_record: (slots, drafts) -> a record of the mixer.
         """
@@ -147,6 +149,49 @@ class GatedDeltaLayer(cache_utils.LinearAttentionLayer):
         """Forget all sequences."""
         self.record, self.pending, self.batch, self.recent = None, None, 0, 0
         self.has_previous_state[0] = False
+
+
+class _BesideAttention(MixerLayer):
+    """Cache of a mixer and of attention beside it; a subclass has a class of transformers for both.
+
+    attention: That of its keys and values.
+    """
+
+    attention: type[cache_utils.CacheLayerMixin]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.attention.crop(self, tokens_to_remove)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.attention.batch_select_indices(self, indices)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().batch_select_indices(beam_idx)
+        self.attention.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+        self.attention.batch_repeat_interleave(self, repeats)
+
+    def reset(self) -> None:
+        super().reset()
+        self.attention.reset(self)
+
+
+@functools.cache
+def _of_layers() -> dict[type, type[MixerLayer]]:
+    """Class of a layer of transformers -> ours that takes its place."""
+    both = {
+        cache_utils.DynamicLayer: cache_utils.LinearAttentionAndFullAttentionLayer,
+        cache_utils.StaticLayer: cache_utils.LinearAttentionAndStaticFullAttentionLayer,
+    }
+    found: dict[type, type[MixerLayer]] = {cache_utils.LinearAttentionLayer: MixerLayer}
+    for attention, cls in both.items():
+        names = {"attention": attention, "is_compileable": False}
+        found[cls] = type(f"Mixer{cls.__name__}", (_BesideAttention, cls), names)
+    return found
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -137,6 +137,9 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
     Raises:
         ArgumentValueError: a mask of more than padding.
     """
+    kind, cache = getattr(self.config, "model_type", None), arguments.get("past_key_values")
+    if kind in _POSITIONS_WITHOUT_PAST and cache is not None:
+        arguments = arguments | {"position_ids": _behind(cache, arguments)}
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if isinstance(mask, torch.Tensor) and mask.dim() != 2:
         want = "[B, S] of zeros and ones, as a state has no other masks"
@@ -145,7 +148,39 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
     if mask is not None or told or not isinstance(positions, torch.Tensor):
         return arguments
     numbers = _numbers_of(positions)
-    return arguments if numbers is None else arguments | {NUMBERS: numbers}
+    if numbers is None:
+        return arguments
+    if kind in _MASKS_WITHOUT_POSITIONS:
+        arguments = arguments | {"attention_mask": _masks(self.config, positions)}
+    return arguments | {NUMBERS: numbers}
+
+
+#: Types whose base model makes its masks without its position_ids, so that attention finds no pack.
+_MASKS_WITHOUT_POSITIONS = frozenset({"granitemoehybrid"})
+
+
+#: Types whose base model counts positions from 0 behind a cache, where it is given none.
+_POSITIONS_WITHOUT_PAST = frozenset({"bamba"})
+
+
+def _behind(cache: object, arguments: dict[str, object]) -> torch.Tensor | None:
+    """Return the position_ids of a call with a cache: those given, or behind the cache."""
+    positions, tokens = arguments.get("position_ids"), arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    if positions is not None or tokens is None:
+        return positions
+    return (torch.arange(tokens.shape[1], device=tokens.device) + cache.get_seq_length())[None]
+
+
+@torch.compiler.disable
+def _masks(config: object, positions: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Return the masks that such a model would make, with its packs."""
+    from transformers.masking_utils import create_causal_mask
+
+    # Of what is embedded, the shape and the device are read.
+    embedded = torch.empty(*positions.shape, 0, device=positions.device)
+    mask = create_causal_mask(config, embedded, None, None, position_ids=positions)
+    return {"full_attention": mask, "linear_attention": None}
 
 
 @torch.compiler.disable

@@ -4,8 +4,8 @@
 
 A row that differs from another in one bit has another y in all columns, so nothing that reaches a
 product is rounded away, at the price of an addition.  A NaN in the row makes y NaN.
-Attention and the gated delta rule have one head, mixed from all heads, and their gradients are
-mixed from the whole sequence.
+Attention, the gated delta rule and Mamba-2's scan have one head, mixed from all heads, and their
+gradients are mixed from the whole sequence.
 Other ops are computed, ours by their CPU backends.
 """
 
@@ -128,7 +128,7 @@ def _attention_backward(
     return *_of_sequence(dout, q, k, v), dout.new_zeros(0 if sinks is None else len(sinks))
 
 
-# ---- the gated delta rule ------------------------------------------------------------------------
+# ---- layers with a state -------------------------------------------------------------------------
 
 #: Size of the head.
 _STATE = 8
@@ -147,10 +147,15 @@ def _delta_rule(
         *rows, gate.abs() * -0.0625, step.abs() * 0.5, state, with_final=with_final, **others
     )
     if with_final:
-        corner = final
-        final = corner.new_zeros(len(corner), v.shape[2], k.shape[3], v.shape[3])
-        final[:, :1, :_STATE, :_STATE] = corner
+        final = _with_corner(final, v.shape[2], k.shape[3], v.shape[3])
     return _joined(out, v.shape[2] * v.shape[3]).view(v.shape).to(v.dtype), final, *saved
+
+
+def _with_corner(corner: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Return states [S, *sizes] that hold those of one head."""
+    final = corner.new_zeros(len(corner), *sizes)
+    final[:, :1, :_STATE, :_STATE] = corner
+    return final
 
 
 def _delta_rule_backward(
@@ -164,6 +169,47 @@ def _delta_rule_backward(
     if offsets is not None:
         return *(_joined(t, t[0, 0].numel()).view(t.shape) for t in operands), of_initial
     return *_of_sequence(d_out, *operands), of_initial
+
+
+def _scan(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    initial: torch.Tensor | None, offsets: torch.Tensor | None, with_final: bool, lag: int,
+    **others: object,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Scan one head, mixed from all; its state is a corner of the first one's."""
+    rows = [_joined(t, _STATE)[:, :, None].float() * 0.125 for t in (x, B, C)]
+    state = None if initial is None else initial[:, :1, :_STATE, :_STATE].contiguous()
+    # Steps up to a half, and a decay near 1: no state grows, and none is rounded away.
+    step = _joined(dt.float(), 1).abs() * 0.5
+    out, final, *saved = torch.ops.cute_kernels.ssd_scan(
+        rows[0], step, A.new_full((1,), -0.125), *rows[1:], None, None, None, state, offsets,
+        *[None] * 3, False, 0.0, float("inf"), with_final, lag,
+    )  # fmt: skip
+    if with_final:
+        final = _with_corner(final, x.shape[2], x.shape[3], B.shape[3])
+    if z is not None:  # no state sees it
+        out = torch.cat([out, z.flatten(2)[:, :, None].float()], 3)
+    return _joined(out, x.shape[2] * x.shape[3]).view(x.shape).to(x.dtype), final, *saved
+
+
+def _scan_backward(
+    d_out: torch.Tensor, d_final: torch.Tensor | None, x: torch.Tensor, dt: torch.Tensor,
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial: torch.Tensor | None,
+    offsets: torch.Tensor | None, **others: object,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As `_delta_rule_backward`; parameters have zeros."""
+    rows = [t for t in (x, dt, B, C, z) if t is not None]
+    if offsets is not None:
+        made = [_joined(t, t[0, 0].numel()).view(t.shape) for t in rows]
+    else:
+        made = _of_sequence(d_out, *rows)
+    gradients = dict(zip((id(t) for t in rows), made, strict=True))
+    return tuple(
+        d_out.new_empty(0) if t is None else gradients.get(id(t), torch.zeros_like(t))
+        for t in (x, dt, A, B, C, D, z, dt_bias, initial)
+    )
 
 
 def _of_sequence(d_out: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
@@ -201,6 +247,8 @@ _RULES: dict[str, Callable] = {
     "block_sparse_attention_backward": _attention_backward,
     "gated_delta_rule": _delta_rule,
     "gated_delta_rule_backward": _delta_rule_backward,
+    "ssd_scan": _scan,
+    "ssd_scan_backward": _scan_backward,
 }
 
 

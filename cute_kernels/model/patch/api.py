@@ -21,7 +21,7 @@ from .decisions import Decisions
 from .forwards import authors, mixers
 from .pretrained import cap_part, why_not_covered
 from .report import CUT, LOGITS, LOGP, Kind, Left, Options, Replaced, Report, Skipped
-from .state import Action, kind_of, user_class
+from .state import Action, Notes, kind_of, user_class
 
 _PRODUCTS = ("linear", "head", "conv1d", *PARALLEL_PRODUCTS)
 
@@ -312,7 +312,9 @@ def _report(model: torch.nn.Module, decided: Decisions, main_grad: bool) -> Repo
         position_modules = [a.module for a in decided.actions if a.kind == "positions"]
         ids = {id(m.weight) for _, m in authors.broadcast_embeddings(looked_up, position_modules)}
         broadcast = [name for name, p in trainable if id(p) in ids]
-    tokens = max((_granularity(*site) for site in sites + own_sites), default=1)
+    cuts = [_granularity(a.module, a.kind, a.notes) for a in decided.actions]
+    cuts += [_granularity(*site) for site in own_sites]
+    tokens = max(cuts, default=1)
     parts = map(tuple, (replaced, decided.left, missed, shared, broadcast))
     return Report(decided.family, *parts, granularity=tokens, ran=decided.ran)
 
@@ -336,21 +338,22 @@ def _main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tens
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
     if kind in ("invariant", "experts", EXPERTS_PARALLEL, "scores"):
         return []
-    names = module._parameters if "norm" in kind or kind == mixers.MIXER else ("weight",)
+    names = mixers.MAIN_GRADS.get(kind, module._parameters if "norm" in kind else ("weight",))
     return [p for p in map(module._parameters.get, names) if p is not None]
 
 
-def _granularity(module: torch.nn.Module, kind: str) -> int:
+def _granularity(module: torch.nn.Module, kind: str, notes: Notes | None = None) -> int:
     """Token count at whose multiples micro-batches may be cut, by this module."""
     if "norm" in kind:
         # A token has one row, or one for each head.
+        size = None if notes is None else notes.group_size
         rows = group_part_rows if kind == "gated_rms_norm" else part_rows
-        return max((rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
+        return max((rows(size or p.numel()) for p in module.parameters(recurse=False)), default=1)
     return K_GROUP if kind in _PRODUCTS else 1
 
 
 def granularity_of(model: torch.nn.Module) -> int:
     """Token count at whose multiples micro-batches may be cut, by the patched modules."""
-    kinds = ((module, kind_of(module)) for module in model.modules())
+    kinds = ((m, kind_of(m), getattr(m, "_cute_kernels", None)) for m in model.modules())
     # Each is a power of two, so the largest is a multiple of all.
-    return max((_granularity(module, kind) for module, kind in kinds if kind), default=1)
+    return max((_granularity(*each) for each in kinds if each[1]), default=1)

@@ -39,7 +39,7 @@ from .report import STAYING, Kind, Left, Options
 from .state import Action, Notes, Part, Survey, apply, survey
 
 #: Forwards without which a part cannot be covered -> the kind of a reason against them.
-_STAYS = {"experts": Kind.EXPERTS, mixers.MIXER: Kind.NOT_COVERED}
+_STAYS = {"experts": Kind.EXPERTS, **dict.fromkeys(mixers.KINDS, Kind.NOT_COVERED)}
 _EMBEDDING_READS = tuple(EMBEDDING_OPTIONS.items())
 
 
@@ -64,7 +64,7 @@ class _Facts(NamedTuple):
     def mix(self, part: Part) -> bool:
         """Whether all mixers in a model are ours."""
         mixing = mixers.mixers_in(part.module)
-        return all(self.kinds.get(id(mixer)) == mixers.MIXER for mixer in mixing)
+        return all(self.kinds.get(id(mixer)) in mixers.KINDS for mixer in mixing)
 
     def child(self, part: Part, name: str) -> str | None:
         """Kind of the forward that a child gets."""
@@ -135,8 +135,8 @@ def _replacement(part: Part, facts: _Facts) -> Action | Left | None:
             return _linear(part, facts, kind, reason)
         if kind == "experts":
             return _taken(part, facts, "linear", reason, kind)
-        if kind in (mixers.MIXER, mixers.CONVOLUTION):
-            reads = mixers.READS if kind == mixers.MIXER else ()
+        if kind in mixers.KINDS or kind == mixers.CONVOLUTION:
+            reads = mixers.READS if kind in mixers.KINDS else ()
             return _taken(part, facts, "attention", reason, kind, reads=reads)
         return _taken(part, facts, "embedding", reason, kind, reads=_EMBEDDING_READS)
     rule = facts.rules[id(part.module)]
@@ -178,8 +178,8 @@ def _convolutions(
     parts: list[Part], by_class: dict[int, tuple[str, str | None] | None]
 ) -> dict[int, tuple[str, str | None]]:
     """Return id of each convolution that a mixer of ours calls -> its forward."""
-    kinds = {id(part.module): by_class[id(part.module)] for part in parts}
-    mixing = [p.module for p in parts if kinds[id(p.module)] == (mixers.MIXER, None)]
+    kinds = [(part.module, *(by_class[id(part.module)] or (None, None))) for part in parts]
+    mixing = [module for module, kind, reason in kinds if kind in mixers.KINDS and reason is None]
     return {
         id(mixer.conv1d): (mixers.CONVOLUTION, why_not_parameters(mixer.conv1d)) for mixer in mixing
     }

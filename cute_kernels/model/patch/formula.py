@@ -47,6 +47,8 @@ class Rule(NamedTuple):
     eps_name: str | None = None
     reads: Reads = ()
     follows: bool = True
+    norm_before_gate: bool = True
+    group_size: int | None = None
 
 
 class Refusal(NamedTuple):
@@ -257,7 +259,7 @@ class _Norm:
         }
         self._inputs = []
         for index, size in enumerate(_SIZES):
-            shape = (_ROWS, width) if index % 2 else (2, 1, 3, width)
+            shape = (_ROWS, width) if index % 2 else (2, *(() if gated else (1,)), 3, width)
             x = (probe.random(*shape) + probe.random(*shape[:-1], 1)) * size
             self._inputs.append((x, probe.random(*shape)) if gated else (x,))
 
@@ -295,11 +297,14 @@ class _Norm:
     ) -> torch.Tensor:
         if rule.kind == "layer_norm":
             x = x - x.mean(-1, keepdim=True)
-        y = x / (x.square().mean(-1, keepdim=True) + rule.eps).sqrt()
+        if gate is not None and not rule.norm_before_gate:
+            x = x * F.silu(gate)
+        groups = x.unflatten(-1, (-1, rule.group_size or x.shape[-1]))
+        y = (groups / (groups.square().mean(-1, keepdim=True) + rule.eps).sqrt()).flatten(-2)
         if rule.weight is not None:
             y = y * (self._values[rule.weight].double() + rule.offset)
-        if gate is not None:
-            return y * F.silu(gate)
+        if gate is not None and rule.norm_before_gate:
+            y = y * F.silu(gate)
         return y if rule.bias is None else y + self._values[rule.bias].double()
 
 
@@ -312,7 +317,12 @@ def _rules(module: torch.nn.Module, names: list[str], gated: bool) -> list[Rule]
     first, second = (*names, None, None)[:2]
     roles = [(first, second), (second, first)] if second else [(first, None)]
     if gated:
-        return [Rule("gated_rms_norm", eps, 0.0, first) for eps in sorted(epsilons)]
+        return [
+            Rule("gated_rms_norm", eps, 0.0, first, norm_before_gate=before, group_size=size)
+            for eps in sorted(epsilons)
+            for before in (True, False)
+            for size in _group_sizes(module)
+        ]
     rules = []
     for eps in sorted(epsilons):
         for weight, bias in roles:
@@ -320,6 +330,13 @@ def _rules(module: torch.nn.Module, names: list[str], gated: bool) -> list[Rule]
             rules += [Rule("layer_norm", eps, 0.0, weight, bias)]
             rules += [Rule("rms_norm", eps, o, weight) for o in offsets if not bias]
     return rules
+
+
+def _group_sizes(module: torch.nn.Module) -> list[int | None]:
+    """Return sizes of groups that a norm may have: an integer that it holds, or as many groups."""
+    width, values = _width(module), vars(module).values()
+    given = {v for v in values if type(v) is int and 1 < v < width and width % v == 0}
+    return [None, *sorted(given | {width // v for v in given})]
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

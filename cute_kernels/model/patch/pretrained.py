@@ -66,8 +66,8 @@ _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "L
 #: Types that are not covered where a layer is of a kind in `_NOT_COVERED_LAYERS`, or where their
 #: config does not say what kinds its layers are.
 NOT_COVERED = frozenset({
-    "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
-    "granitemoehybrid", "recurrent_gemma", "rwkv", "minimax", "falcon_h1", "kimi_linear", "xlstm",
+    "mamba", "falcon_mamba", "jamba", "zamba", "zamba2",
+    "recurrent_gemma", "rwkv", "minimax", "kimi_linear", "xlstm",
 })  # fmt: skip
 _NOT_COVERED_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "hybrid", "recurrent"})
 
@@ -252,8 +252,8 @@ def forward_by_class(module: nn.Module, cls: type) -> tuple[str, str | None] | N
     if isinstance(module, nn.Embedding):
         kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
         return kind, _why_not_embedding(module, cls)
-    if mixers.mixer_of(cls) is not None:
-        return mixers.MIXER, _why_not_mixer(module)
+    if (mixer := mixers.mixer_of(cls)) is not None:
+        return mixer.kind, _why_not_mixer(module)
     if experts.is_experts(module):
         many = f"{module.num_experts} experts; ck.grouped_linear takes at most {MAX_EXPERTS}"
         reason = many if module.num_experts > MAX_EXPERTS else experts.why_not(module)

@@ -69,6 +69,7 @@ _TINY = {
     "query_pre_attn_scalar": 64, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
     "max_window_layers": 1, "type_vocab_size": 2, "initializer_range": 0.15,
+    "mamba_num_heads": 8, "ssm_state_size": 16,
     "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "lru_width": HIDDEN,
     "vocab_size": VOCABULARY, "attention_hidden_size": HIDDEN, "adapter_rank": 8,
     "pad_token_id": 0, "attention_dropout": 0.0, "first_k_dense_replace": 1, "num_dense_layers": 1,
@@ -88,6 +89,9 @@ _SPECIAL: dict[str, dict[str, object]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "nemotron": {"num_key_value_heads": KEY_HEADS},
     "mamba2": {"num_heads": 8},
+    # A real one has an attention layer, by whose cache the model counts its positions.
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
     "qwen4_exp": _QWEN4, "qwen4_exp_text": _QWEN4,
     "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 128},
     "zamba": {
@@ -249,13 +253,15 @@ def padded(net: torch.nn.Module, tokens: torch.Tensor, side: str, beside: bool =
 def cached(net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int], past: object = None):
     """The logits of the tokens, given piece by piece to a cache."""
     accepts, rows = _accepts(net), []
+    # Mamba's cache has a name of its own.
+    name = "cache_params" if "cache_params" in accepts else "past_key_values"
     for first, last in itertools.pairwise([0, *cuts, tokens.shape[1]]):
         positions = torch.arange(first, last)[None].expand(len(tokens), -1)
-        inputs = {"past_key_values": past, "position_ids": positions, "use_cache": True}
-        inputs = {name: value for name, value in inputs.items() if name in accepts}
+        inputs = {name: past, "position_ids": positions, "use_cache": True}
+        inputs = {n: value for n, value in inputs.items() if n in accepts}
         out = net(tokens[:, first:last], **inputs)
         rows.append(out.logits)
-        past = out.past_key_values
+        past = out[name]
     return torch.cat(rows, dim=1)
 
 
@@ -432,7 +438,8 @@ _HEADER = """# Which causal LMs are complete
 | DeepSeek-V3, gpt-oss, Llama 4 (text), GLM-4 MoE | yes | refused | refused |
 | Qwen2.5-VL and others with images | the text, with [`skip=`](model.md) | refused | refused |
 | Qwen3-Next, Qwen 3.5 and its MoE (text), OLMo Hybrid | yes | refused | refused |
-| Nemotron-H, Granite 4 hybrid, Falcon-H1, Jamba | refused | refused | refused |
+| Nemotron-H, Granite 4 hybrid, Falcon-H1, Bamba, Mamba 2 | yes | refused | refused |
+| Zamba2, Jamba | refused | refused | refused |
 | FP8, INT8, INT4 weights | left, so `strict=True` refuses | refused | refused |
 
 Below: every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the

@@ -69,12 +69,47 @@ _MIXERS = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _SHARED = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
-#: Hybrids of attention and the gated delta rule, likewise; OLMo's beta goes up to 2.
+_NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
+    "time_step_min": 0.5,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 2,
+    "moe_shared_expert_intermediate_size": 64, "topk_group": 1, "n_shared_experts": 1,
+    "num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+}  # fmt: skip
+_GRANITE = {
+    "mamba_n_heads": 16, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2,
+    "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+    "position_embedding_type": "rope",
+}  # fmt: skip
+_BAMBA = {
+    "mamba_n_heads": 16, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "attn_layer_indices": [1], "num_attention_heads": 4, "time_step_limit": (0.5, 2.0),
+}  # fmt: skip
+_FALCON = {
+    "mamba_n_heads": 16, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
+    "mamba_d_ssm": 256, "num_attention_heads": 4, "ssm_multipliers": [0.5, 1.5, 0.7, 1.1, 0.3],
+    "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "mlp_multipliers": [0.5, 1.5],
+}  # fmt: skip
+_MAMBA2 = {
+    "num_heads": 16, "head_dim": 16, "n_groups": 2, "state_size": 16, "time_step_limit": (0.5, 2.0)
+}  # fmt: skip
+#: Hybrids of attention and the gated delta rule, or Mamba-2; OLMo's beta goes up to 2.
 HYBRIDS = {
     "qwen3_next": ("Qwen3NextConfig", {**_MIXERS, **_SHARED, "mlp_only_layers": [0]}),
     "qwen3_5": ("Qwen3_5TextConfig", _MIXERS),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_MIXERS, **_SHARED}),
     "olmo_hybrid": ("OlmoHybridConfig", _MIXERS),
+    "nemotron_h": ("NemotronHConfig", _NEMOTRON),
+    "bamba": ("BambaConfig", _BAMBA),
+    "mamba2": ("Mamba2Config", _MAMBA2),
+    "falcon_h1": ("FalconH1Config", _FALCON),
+    "falcon_h1_norm": (
+        "FalconH1Config",
+        {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
 }
 
 

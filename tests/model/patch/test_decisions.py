@@ -219,7 +219,10 @@ MODELS = {
         lambda: rope("longrope", short_factor=[1.0] * 32, long_factor=[2.0] * 32),
         "SEQUENCES: model.rotary_emb ... the longest sequence of the batch",
     ),
-    "mamba2": (lambda: built("Mamba2ForCausalLM", **TEXT, **MAMBA2), "NAMED|RUNS ... convolution"),
+    "mamba2 of width 5": (
+        lambda: built("Mamba2ForCausalLM", **TEXT, **MAMBA2, conv_kernel=5),
+        "NOT_COVERED ... a convolution of width 5",
+    ),
     "doge": (lambda: built("DogeForCausalLM", **TEXT, **DOGE), "ATTENTION ... values of the mask"),
     "mobilebert": (
         lambda: built("MobileBertModel", **TEXT, **MOBILE, intra_bottleneck_size=32),
@@ -314,11 +317,11 @@ def test_a_known_hybrid_is_refused_before_it_is_observed(monkeypatch):
     """Hundreds of layers on meta would take minutes."""
     monkeypatch.setattr(decisions, "decide", lambda *_: pytest.fail("planned"))
     with torch.device("meta"):
-        net = transformers.BambaForCausalLM(all_causal_lms.config_of("bamba"))
+        net = transformers.JambaForCausalLM(all_causal_lms.config_of("jamba"))
     with pytest.raises(PatchError) as caught:
         ck.patch(net, strict=True)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 3 and "bamba: state space" in lines[1]
+    assert len(lines) == 3 and "jamba: state space" in lines[1]
     assert "docs/model_families.md" in lines[2]
 
 

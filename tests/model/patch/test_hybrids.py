@@ -1,8 +1,9 @@
-"""Hybrids with the gated delta rule under `ck.patch`: rows, packs, caches, gradients."""
+"""Hybrids with the gated delta rule or Mamba-2 under `ck.patch`: rows, packs, caches, gradients."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import random
 import re
@@ -15,20 +16,33 @@ import transformers
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
 from cute_kernels.integrations import packs
+from cute_kernels.linear_attn import cache
 from cute_kernels.model.patch import state
 from cute_kernels.model.patch.forwards import mixers
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
 from tests.model.refusals import raises
 
-#: A mixture whose layers other names cover goes by night.
-NAMES = [
-    pytest.param(name, marks=pytest.mark.nightly) if name == "qwen3_5_moe" else name
-    for name in families.HYBRIDS
-]
-each = pytest.mark.parametrize("name", NAMES)
-MIXER = "model.layers.0.linear_attn"
-OURS = {"ck.chunk_gated_delta_rule", "ck.causal_conv1d_fn", "ck.gated_rms_norm"}
+
+def by_night(*names: str) -> list:
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+#: Those whose layers others cover go by night.
+NIGHTLY = ("qwen3_5_moe", "bamba", "mamba2", "falcon_h1", "falcon_h1_norm")
+NAMES = [name for name in families.HYBRIDS if name not in NIGHTLY]
+each = pytest.mark.parametrize("name", [*NAMES, *by_night(*NIGHTLY)])
+#: Ops that each hybrid has, and that of its mixers.
+OURS = {"ck.causal_conv1d_fn", "ck.gated_rms_norm"}
+WITHOUT_NORM = {"falcon_h1"}
+RULES = {
+    mixers.DELTA_NET: "ck.chunk_gated_delta_rule",
+    mixers.MAMBA2: "ck.mamba_chunk_scan_combined",
+}
+
+
+def first_mixer(net: torch.nn.Module) -> torch.nn.Module:
+    return mixers.mixers_in(net)[0]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +63,12 @@ def patched():
 def test_rows_keep_their_bytes(patched, name):
     """Alone, in a batch, padded, in chunks, decoded, in a static cache, packed; and gradients."""
     net, report = patched(name)
-    assert report.complete and {one.by for one in report.replaced} >= OURS
-    assert all_causal_lms.differing(net) == []
+    rule = RULES[state.kind_of(first_mixer(net))]
+    ours = {*OURS, rule} - ({"ck.gated_rms_norm"} if name in WITHOUT_NORM else set())
+    assert report.complete and {one.by for one in report.replaced} >= ours
+    # A causal LM of Mamba 2 hands on no positions that could tell packs.
+    left = [] if "position_ids" in inspect.signature(net.forward).parameters else ["packs"]
+    assert all_causal_lms.differing(net) == left
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -62,7 +80,7 @@ def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     out = net(families.TOKENS, use_cache=False).logits
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
     out.backward(upstream.to(out.dtype))
-    mine = {n: p.grad for n, p in net.get_submodule(MIXER).named_parameters()}
+    mine = {n: p.grad for n, p in first_mixer(net).named_parameters()}
     return {"logits": out.detach(), **mine}
 
 
@@ -91,7 +109,7 @@ def mixer_of(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, object]:
     """A mixer of a patched model, and the config."""
     net = families.model(name).to(dtype)
     ck.patch(net)
-    return net.get_submodule(MIXER), net.config
+    return first_mixer(net), net.config
 
 
 def hidden(batch: int, length: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -158,7 +176,7 @@ def surroundings(mixer, config, dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "nemotron_h"])
 def test_rows_of_a_mixer(name, dtype):
     """Beside NaN, with padding that is not zero, and whatever a cache has."""
     assert surroundings(*mixer_of(name, dtype), dtype) == []
@@ -183,9 +201,28 @@ def without_offsets(monkeypatch):
     return {"pack", "packs", "left", "right"}
 
 
-@pytest.mark.parametrize("mutant", [without_the_mask, without_offsets])
+def without_limits(monkeypatch):
+    """Steps are not clamped behind a cache, as in transformers' single tokens."""
+    whole = cache.StateSpaceCache.mamba_chunk_scan_combined
+
+    def scan(*args, dt_limit, **options):
+        return whole(*args, **options)
+
+    monkeypatch.setattr(cache.StateSpaceCache, "mamba_chunk_scan_combined", scan)
+    return {"chunks", "grid", "tokens"}
+
+
+#: Mutant -> the model whose mixer it changes.
+MUTANTS = {
+    without_the_mask: "olmo_hybrid",
+    without_offsets: "olmo_hybrid",
+    without_limits: "nemotron_h",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(monkeypatch, mutant):
-    mixer, config = mixer_of("olmo_hybrid", torch.float32)
+    mixer, config = mixer_of(MUTANTS[mutant], torch.float32)
     want = mutant(monkeypatch)
     assert want <= set(surroundings(mixer, config, torch.float32))
 
@@ -209,9 +246,10 @@ def drafted(mixer, config, x) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_dropped_leaves_no_trace(monkeypatch, dtype):
+@pytest.mark.parametrize("name", ["qwen3_next", *by_night("nemotron_h")])
+def test_what_is_dropped_leaves_no_trace(monkeypatch, name, dtype):
     """Drafts of any length across chunks, and other tokens after them.  The mutant: none is."""
-    mixer, config = mixer_of("qwen3_next", dtype)
+    mixer, config = mixer_of(name, dtype)
     x = hidden(1, LENGTH, 1, dtype)
     want = through(mixer, x, [], None)
     assert same_bytes(drafted(mixer, config, x), want)
@@ -260,7 +298,10 @@ def generated(net: torch.nn.Module, prompts: torch.Tensor, **options: object):
     return out.sequences, torch.stack(out.logits, 1)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", "nemotron_h", *by_night("qwen3_5", "granitemoehybrid", "bamba", "falcon_h1")],
+)
 def test_what_is_generated_has_the_logits_of_training(patched, name):
     """Padded prompts, token by token; and drafts that prompt lookup or a model makes."""
     net, _ = patched(name)
@@ -275,7 +316,7 @@ def test_what_is_generated_has_the_logits_of_training(patched, name):
     twice = prompts[1:2, :31].repeat(1, 2)
     want, draft = generated(net, twice), families.model(name, seed=0)
     with torch.no_grad():
-        draft.model.layers[0].mlp.down_proj.weight *= 1.1
+        first_mixer(draft).out_proj.weight *= 1.1
     ck.patch(draft, strict=True)
     draft.generation_config.eos_token_id = None
     for helper in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
@@ -296,9 +337,10 @@ def stepped(net: torch.nn.Module, **inputs: object) -> list[torch.Tensor]:
     return [out.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
-def test_a_cache_and_checkpoints_change_no_gradient(patched):
+@pytest.mark.parametrize("name", ["olmo_hybrid", "nemotron_h", *by_night("granitemoehybrid")])
+def test_a_cache_and_checkpoints_change_no_gradient(patched, name):
     """transformers makes a cache in training unless it is told not to."""
-    net, _ = patched("olmo_hybrid")
+    net, _ = patched(name)
     inputs = {"input_ids": families.ids(2, 70)}
     want = stepped(net, use_cache=False, **inputs)
     assert all(map(same_bytes, stepped(net, use_cache=True, **inputs), want))
@@ -308,9 +350,12 @@ def test_a_cache_and_checkpoints_change_no_gradient(patched):
     assert len(want) == len(got) and all(map(same_bytes, got, want))
 
 
-def test_packs_of_every_kind(patched):
+@pytest.mark.parametrize(
+    "name", ["olmo_hybrid", "granitemoehybrid", *by_night("nemotron_h", "falcon_h1")]
+)
+def test_packs_of_every_kind(patched, name):
     """By lengths, by numbers and by positions, of one row and of two."""
-    net, _ = patched("olmo_hybrid")
+    net, _ = patched(name)
     parts = [families.ids(1, n, seed=n) for n in (19, 70, 33)]
     want = [families.logits(net, part) for part in parts]
     ids = torch.cat(parts, 1)
@@ -324,14 +369,27 @@ def test_packs_of_every_kind(patched):
         assert all(map(same_bytes, map(torch.Tensor.contiguous, pieces), want)), (batch, inputs)
 
 
-def test_gradients_go_to_main_grad_in_one_order():
+#: Model -> parameters of its mixer but for projections, and those without a main_grad.
+WRITTEN = {
+    "olmo_hybrid": ({"A_log", "dt_bias", "conv1d.weight", "o_norm.weight"}, set()),
+    "nemotron_h": (
+        {"D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"},
+        {"A_log"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_gradients_go_to_main_grad_in_one_order(name):
     """Of a mixer's own parameters: one batch, or one micro-batch for each sequence."""
-    net = families.model("olmo_hybrid")
+    net, (written, others) = families.model(name), WRITTEN[name]
     report = ck.patch(net, strict=True, main_grad=True)
-    assert not report.main_grad_left and not report.main_grad_shared
-    tokens = families.ids(3, 70)
-    mine = {n: p for n, p in net.get_submodule(MIXER).named_parameters() if p.dim() != 2}
-    assert set(mine) == {"A_log", "dt_bias", "conv1d.weight", "o_norm.weight"}
+    tokens, mixer = families.ids(3, 70), first_mixer(net)
+    left = {id(net.get_parameter(key)) for key in report.main_grad_left}
+    named = {n: p for n, p in mixer.named_parameters() if p.dim() != 2}
+    assert set(named) == written | others and not report.main_grad_shared
+    assert {n for n, p in named.items() if id(p) in left} == others
+    mine = {n: named[n] for n in written}
     sums = []
     for groups in (tokens.split(3), tokens.split(1)):
         for parameter in net.parameters():
@@ -339,16 +397,21 @@ def test_gradients_go_to_main_grad_in_one_order():
         for group in groups:
             out = net(group, use_cache=False).logits
             out.backward(torch.ones_like(out) * torch.arange(out.shape[-1]).to(out.dtype))
-        assert all(p.grad is None for p in net.parameters())
+        assert all(p.grad is None for p in net.parameters() if id(p) not in left)
+        assert all(named[n].grad is not None for n in others)
         sums.append({n: p.main_grad for n, p in mine.items()})
     assert all(sums[0][n].any() for n in mine)
     # Rows of the gated norm are added in parts that do not end with a sequence of 70 tokens.
     apart = {n for n in mine if not same_bytes(sums[0][n], sums[1][n])}
-    assert apart <= {"o_norm.weight"}
+    assert apart <= {"o_norm.weight", "norm.weight"}
+
+
+#: `ck.audit` finds no cache of Mamba 2, whose name is another.
+AUDITED = [name for name in families.HYBRIDS if name not in ("mamba2", "falcon_h1_norm")]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", families.HYBRIDS)
+@pytest.mark.parametrize("name", AUDITED)
 def test_audits(name):
     net = families.model(name)
     report = ck.patch(net, strict=True, main_grad=True)
@@ -420,13 +483,19 @@ LEFT = {
     "activation": (lambda m: setattr(m, "activation", "gelu"), "activation = 'gelu'"),
     "sizes": (lambda m: setattr(m, "head_k_dim", 12), "head sizes [12, 24]"),
 }
+#: Likewise in a mixer of Mamba-2.
+LEFT_MAMBA2 = {
+    "state": (lambda m: setattr(m, "ssm_state_size", 12), "head sizes [12, 16]"),
+    "groups": (lambda m: setattr(m, "n_groups", 3), "128 channels in 8 heads and 3 groups"),
+    "missing": (lambda m: delattr(m, "time_step_limit"), "has no time_step_limit"),
+}
 
 
-@pytest.mark.parametrize("change", LEFT)
+@pytest.mark.parametrize("change", [*LEFT, *LEFT_MAMBA2])
 def test_mixers_that_are_left(change):
-    function, text = LEFT[change]
-    net = families.model("olmo_hybrid")
-    function(net.get_submodule(MIXER))
+    function, text = (LEFT | LEFT_MAMBA2)[change]
+    net = families.model("olmo_hybrid" if change in LEFT else "nemotron_h")
+    function(first_mixer(net))
     with pytest.raises(PatchError, match=re.escape(text)):
         ck.patch(net, strict=True)
     assert net._is_stateful
@@ -438,7 +507,7 @@ def test_versions_that_are_refused(monkeypatch):
     with monkeypatch.context() as patched:
         patched.delattr(transformers.cache_utils, "LinearAttentionLayer")
         assert any("record no past" in one.known for one in ck.patch(net).moving)
-    del net.get_submodule(MIXER).conv1d
+    del first_mixer(net).conv1d
     assert any("has no conv1d" in one.known for one in ck.patch(net).moving)
 
 

@@ -1,10 +1,11 @@
-"""Forward of transformers' gated delta nets, and what it needs to know of their base models.
+"""Forwards of transformers' mixers with a state, and what they need to know of their base models.
 
-    projections ─> convolution, SiLU ─> l2norm, gate, rule ─> gated norm ─> projection
+    projections ─> convolution, SiLU ─> rule ─> gated norm ─> projection
                    (the pack of the real tokens alone)
 
-A mixer is known by its class: how its projections lie is in no config.  Its projections, its
-convolution and its norm are modules that are called, so that adapters, hooks and FSDP see them.
+The rule is the gated delta rule, or Mamba-2's scan.  A mixer is known by its class: how its
+projections lie is in no config.  Its projections, its convolution and its norm are modules that are
+called, so that adapters, hooks and FSDP see them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from ....integrations import transformers as integration
 from ....linear_attn import api as linear_attn
 from ....linear_attn import op_gate
 from ....linear_attn.cache import LinearAttentionCache
-from ....linear_attn.config import CONV_WIDTHS, DELTA_SIZES, L2NORM_EPS
+from ....linear_attn.config import CONV_WIDTHS, DELTA_SIZES, L2NORM_EPS, SSD_GPU_SIZES
 from ....rowwise import api as rowwise
 from ..state import eps_of, main_grad_of, parameter_of, unchanged, user_class
 
-#: Names of the forwards of a mixer, its convolution, the base model, and the model around it.
-MIXER, CONVOLUTION = "gated_delta_net", "causal_conv1d"
+#: Names of the forwards of the two mixers, their convolution, the base model, and the model around.
+DELTA_NET, MAMBA2, CONVOLUTION = "gated_delta_net", "mamba2_mixer", "causal_conv1d"
+KINDS = frozenset({DELTA_NET, MAMBA2})
 BASE_MODEL, STATEFUL = "hybrid_model", "hybrid"
 #: What a model says of itself to `generate`: whether its cache cannot drop tokens.
 STATEFUL_FLAG = "_is_stateful"
@@ -47,8 +49,10 @@ class Projected(NamedTuple):
     a: torch.Tensor
 
 
-#: qkv [B, T, 2 H K + HV V], beta and a [B, T, HV].
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: Inputs of a mixer [B, T, ...], those of its convolution first.
+Rows = tuple[torch.Tensor, ...]
+#: (a mixer, rows, their sequences, a record of what is before them) -> what its rule gives.
+Mix = Callable[[nn.Module, Rows, packs.Sequences, LinearAttentionCache | None], torch.Tensor]
 
 
 # ---- classes ------------------------------------------------------------------------------------
@@ -81,25 +85,40 @@ def _one_by_one(self: nn.Module, x: torch.Tensor) -> Projected:
 
 
 class Mixer(NamedTuple):
-    """A class of mixers: its projections, and the names of its norm and its last projection."""
+    """A class of mixers: its forward, and the names of its norm and its last projection.
 
-    project: Callable[[nn.Module, torch.Tensor], Projected]
+    project: Projections of a gated delta net.
+    """
+
+    kind: str = MAMBA2
+    project: Callable[[nn.Module, torch.Tensor], Projected] | None = None
     norm: str = "norm"
     out: str = "out_proj"
 
 
-_MODELS = "transformers.models"
-#: (module, name) of a class -> what is known of it.
+#: (folder in transformers.models, name) of a class -> what is known of it.
+_MIXERS: Mapping[tuple[str, str], Mixer] = {
+    ("qwen3_next", "Qwen3NextGatedDeltaNet"): Mixer(DELTA_NET, _interleaved),
+    ("qwen3_5", "Qwen3_5GatedDeltaNet"): Mixer(DELTA_NET, _apart),
+    ("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"): Mixer(DELTA_NET, _apart),
+    ("olmo_hybrid", "OlmoHybridGatedDeltaNet"): Mixer(DELTA_NET, _one_by_one, "o_norm", "o_proj"),
+    ("nemotron_h", "NemotronHMamba2Mixer"): Mixer(),
+    ("granitemoehybrid", "GraniteMoeHybridMambaLayer"): Mixer(),
+    ("mamba2", "Mamba2Mixer"): Mixer(),
+    ("falcon_h1", "FalconH1Mixer"): Mixer(),
+    ("bamba", "BambaMixer"): Mixer(),
+}
 MIXERS: Mapping[tuple[str, str], Mixer] = {
-    (f"{_MODELS}.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"): Mixer(_interleaved),
-    (f"{_MODELS}.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"): Mixer(_apart),
-    (f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"): Mixer(_apart),
-    (f"{_MODELS}.olmo_hybrid.modeling_olmo_hybrid", "OlmoHybridGatedDeltaNet"): Mixer(
-        _one_by_one, "o_norm", "o_proj"
-    ),
+    (f"transformers.models.{folder}.modeling_{folder}", name): mixer
+    for (folder, name), mixer in _MIXERS.items()
 }
 #: Keywords of transformers that say where sequences are; with others a call is refused.
 _KEYWORDS = (packs.OFFSETS, packs.NUMBERS, "cu_seq_lens_k", "max_length_k", "is_causal")
+#: Kind -> parameters of a module whose gradients go to a main_grad in one order.  That of A_log is
+#: A times a sum of the scan's.
+MAIN_GRADS = {
+    DELTA_NET: ("A_log", "dt_bias"), MAMBA2: ("D", "dt_bias"), CONVOLUTION: ("weight", "bias")
+}  # fmt: skip
 #: What the author's forward reads and ours does not: the activation of the convolution.
 READS = (("activation", "silu"),)
 
@@ -109,14 +128,27 @@ def mixer_of(cls: type) -> Mixer | None:
     return MIXERS.get((cls.__module__, cls.__name__))
 
 
+#: Kind of a mixer -> attributes that its forward of ours reads.
+_ATTRIBUTES = {
+    DELTA_NET: ("conv1d", "key_dim", "value_dim", "activation", "A_log", "dt_bias", "layer_idx"),
+    MAMBA2: (
+        "conv1d", "in_proj", "norm", "out_proj", "activation", "A_log", "D", "dt_bias", "layer_idx",
+        "num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim",
+        "time_step_limit",
+    ),
+}  # fmt: skip
+
+
 def why_not(module: nn.Module) -> str | None:
     """Why our ops cannot compute a known mixer; None: they can."""
-    names = "conv1d", "key_dim", "value_dim", "activation", "A_log", "dt_bias", "layer_idx"
-    if missing := [name for name in names if not hasattr(module, name)]:
+    kind = mixer_of(user_class(module)).kind
+    if missing := [name for name in _ATTRIBUTES[kind] if not hasattr(module, name)]:
         return f"transformers' mixer of this version has no {', '.join(missing)}"
     if not _caches_record():
         return "transformers' caches of this version record no past of a mixer"
-    convolution, channels = module.conv1d, module.key_dim * 2 + module.value_dim
+    delta = kind == DELTA_NET
+    channels = module.key_dim * 2 + module.value_dim if delta else module.conv_dim
+    convolution = module.conv1d
     plain = type(convolution) is nn.Conv1d or user_class(convolution) is nn.Conv1d
     if not plain or convolution.groups != channels or convolution.in_channels != channels:
         return f"its convolution is no depthwise nn.Conv1d of {channels} channels"
@@ -126,11 +158,36 @@ def why_not(module: nn.Module) -> str | None:
     for name, value in READS:
         if getattr(module, name) != value:
             return f"{name} = {getattr(module, name)!r}, not {value!r}"
+    return _why_not_sizes(module) if delta else _why_not_scan(module)
+
+
+def _why_not_sizes(
+    module: nn.Module,
+    names: tuple[str, ...] = ("head_k_dim", "head_v_dim"),
+    op: str = "ck.chunk_gated_delta_rule",
+) -> str | None:
+    """Why an op does not take the sizes of a mixer's heads; None: it does."""
     step, most = DELTA_SIZES
-    sizes = {module.head_k_dim, module.head_v_dim}
+    sizes = {getattr(module, name) for name in names}
     if any(size % step or size > most for size in sizes):
-        want = f"multiples of {step} up to {most}"
-        return f"head sizes {sorted(sizes)}; ck.chunk_gated_delta_rule takes {want}"
+        return f"head sizes {sorted(sizes)}; {op} takes multiples of {step} up to {most}"
+    return None
+
+
+def _why_not_scan(module: nn.Module) -> str | None:
+    """Why Mamba-2's scan of ours cannot compute a mixer; None: it can."""
+    heads, groups = module.num_heads, module.n_groups
+    if module.intermediate_size != heads * module.head_dim or heads % groups:
+        return f"{module.intermediate_size} channels in {heads} heads and {groups} groups"
+    op, names = "ck.mamba_chunk_scan_combined", ("head_dim", "ssm_state_size")
+    if (
+        reason := _why_not_sizes(module, names, op)
+    ) is not None or module.A_log.device.type != "cuda":
+        return reason
+    for name, known in zip(names, SSD_GPU_SIZES, strict=True):
+        if getattr(module, name) not in known:
+            sizes = ", ".join(map(str, known))
+            return f"{name} = {getattr(module, name)}; on GPUs {op} takes {sizes}"
     return None
 
 
@@ -177,17 +234,35 @@ def causal_conv1d(
         return sequences.unpack(record[0].causal_conv1d(*operands, **options).mT)
     into = main_grad_of(self, self.weight)
     into = None if into is None else into[:, 0]
-    out = linear_attn.causal_conv1d_fn(*operands, **options, main_grad=into)
+    out = linear_attn.causal_conv1d_fn(
+        *operands, **options, main_grad=into, bias_main_grad=main_grad_of(self, self.bias)
+    )
     return sequences.unpack(out.mT)
 
 
 def gated_rms_norm(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """y = x / √(mean(x²) + eps) · w · silu(gate)."""
-    weight = parameter_of(self, self._cute_kernels.weight)
-    return linear_attn.gated_rms_norm(
-        hidden_states, weight, gate, eps_of(self), norm_before_gate=True,
+    """y = x / √(mean(x²) + eps) · w · silu(gate), or the norm of x silu(gate); by groups."""
+    notes = self._cute_kernels
+    weight = parameter_of(self, notes.weight)
+    # A scan of transformers gives fp32.
+    dtype = torch.promote_types(hidden_states.dtype, gate.dtype)
+    out = linear_attn.gated_rms_norm(
+        hidden_states.to(dtype), weight, gate.to(dtype), eps_of(self),
+        norm_before_gate=notes.norm_before_gate, group_size=notes.group_size,
         main_grad=main_grad_of(self, weight),
     )  # fmt: skip
+    return out.to(hidden_states.dtype)
+
+
+def _sequences_of(
+    self: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, options: dict[str, object]
+) -> packs.Sequences:
+    """Return the sequences of a call of a mixer, or refuse it."""
+    unchanged(self, self._cute_kernels.reads)
+    integration.check_keywords(options, _KEYWORDS)
+    if options.get("is_causal") is False:
+        raise ArgumentValueError(expected("is_causal", "True: a state goes forward", False))
+    return packs.sequences_of(x, mask, options)
 
 
 def gated_delta_net(
@@ -205,34 +280,24 @@ def gated_delta_net(
     cu_seq_lens_q, seq_idx: in ``kwargs``: [S + 1], where sequences of a batch of 1 begin and end;
     [B, T], a number for each sequence, of which a row has several.
     """
-    unchanged(self, self._cute_kernels.reads)
-    integration.check_keywords(kwargs, _KEYWORDS)
-    if kwargs.get("is_causal") is False:
-        raise ArgumentValueError(expected("is_causal", "True: a state goes forward", False))
+    sequences = _sequences_of(self, hidden_states, attention_mask, kwargs)
     known = mixer_of(user_class(self))
-    sequences = packs.sequences_of(hidden_states, attention_mask, kwargs)
     qkv, z, b, a = known.project(self, hidden_states)
     beta = rowwise.sigmoid(b)
     if getattr(self, "allow_neg_eigval", False):
         beta = beta * 2.0
-    rows = qkv, beta, a
-    if cache_params is None:
-        out = _mix(self, rows, sequences)
-    else:
-        if sequences.offsets is not None and attention_mask is None:
-            raise ArgumentValueError(expected("past_key_values", "None with a pack", "a cache"))
-        out = _mix_cached(self, cache_params, rows, attention_mask, sequences)
+    out = _mixed(self, _delta_rule, (qkv, beta, a), cache_params, attention_mask, sequences)
     out = getattr(self, known.norm)(out, z).flatten(2)
     return getattr(self, known.out)(out)
 
 
-def _mix(
+def _delta_rule(
     self: nn.Module,
     rows: Rows,
     sequences: packs.Sequences,
     record: LinearAttentionCache | None = None,
 ) -> torch.Tensor:
-    """Convolve, and apply the rule: [B, T, HV, V].  record: of what is before the rows."""
+    """Convolve, and apply the gated delta rule: [B, T, HV, V]."""
     qkv, beta, a = rows
     mixed = self.conv1d(qkv, sequences, record)
     mixed, beta, a = map(sequences.pack, (mixed, beta, a))
@@ -250,30 +315,114 @@ def _mix(
     return sequences.unpack(out)
 
 
-@torch.compiler.disable
-def _mix_cached(
+def mamba2_mixer(
+    self,
+    hidden_states: torch.Tensor,
+    cache_params: object | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> torch.Tensor:
+    """Mix the tokens of each sequence, as `gated_delta_net`: its arguments, its padding.
+
+    ``time_step_limit`` holds for single tokens as well, where transformers leaves it out.
+    """
+    sequences = _sequences_of(self, hidden_states, attention_mask, kwargs)
+    sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
+    # Falcon-H1 scales its input and each projection, and may have no norm.
+    multiplier = getattr(self, "ssm_in_multiplier", None)
+    if multiplier is None:
+        projected = self.in_proj(hidden_states)
+    else:
+        projected = self.in_proj(hidden_states * multiplier)
+        projected = (projected * self.mup_vector).to(projected.dtype)
+    gate, mixed, dt = projected.split(sizes, -1)
+    if not getattr(self, "mamba_rms_norm", True):
+        rows = mixed, dt, gate.unflatten(-1, (self.num_heads, self.head_dim))
+        out = _mixed(self, _scan, rows, cache_params, attention_mask, sequences)
+        return self.out_proj(out.flatten(2))
+    out = _mixed(self, _scan, (mixed, dt), cache_params, attention_mask, sequences)
+    return self.out_proj(self.norm(out.flatten(2), gate))
+
+
+#: softplus(x) is x here, and a product with it exact.
+_LINEAR = 32.0
+
+
+def _scan(
     self: nn.Module,
-    cache: object,
     rows: Rows,
+    sequences: packs.Sequences,
+    record: LinearAttentionCache | None = None,
+) -> torch.Tensor:
+    """Convolve, and scan: [B, T, H, P].  rows: inputs of the convolution, dt, and z if there is."""
+    mixed, dt, *gate = rows
+    mixed = sequences.pack(self.conv1d(mixed, sequences, record))
+    x, B, C = mixed.split([self.intermediate_size, *2 * [self.n_groups * self.ssm_state_size]], -1)
+    x = x.unflatten(-1, (self.num_heads, self.head_dim))
+    B, C = (t.unflatten(-1, (self.n_groups, self.ssm_state_size)) for t in (B, C))
+    # A = -e^A_log, by the op that has it: one decay of a step of 1.
+    step = self.A_log.new_full((1, 1, self.num_heads), _LINEAR)
+    A = op_gate.decay_gate(step, self.A_log, None, None, None, None)[0, 0] / _LINEAR
+    options = {
+        "D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True,
+        "z": sequences.pack(gate[0]) if gate else None,
+        "dt_limit": tuple(self.time_step_limit), "cu_seqlens": sequences.offsets,
+    }  # fmt: skip
+    operands = x, sequences.pack(dt), A, B, C
+    if record is not None:
+        out = record[0].mamba_chunk_scan_combined(*operands, **options)
+    else:
+        into = {f"{name}_main_grad": main_grad_of(self, options[name]) for name in ("D", "dt_bias")}
+        out = linear_attn.mamba_chunk_scan_combined(*operands, **options, **into)
+    return sequences.unpack(out)
+
+
+def _mixed(
+    self: nn.Module,
+    mix: Mix,
+    rows: Rows,
+    cache: object | None,
     mask: torch.Tensor | None,
     sequences: packs.Sequences,
 ) -> torch.Tensor:
-    """As `_mix`, of tokens behind those of a cache, which keeps them."""
+    """What a rule gives for rows, behind those of a cache if there is one."""
+    if cache is None:
+        return mix(self, rows, sequences)
+    if sequences.offsets is not None and mask is None:
+        raise ArgumentValueError(expected("past_key_values", "None with a pack", "a cache"))
+    return _mixed_behind(self, mix, rows, cache, mask, sequences)
+
+
+@torch.compiler.disable
+def _mixed_behind(
+    self: nn.Module,
+    mix: Mix,
+    rows: Rows,
+    cache: object,
+    mask: torch.Tensor | None,
+    sequences: packs.Sequences,
+) -> torch.Tensor:
+    """What a rule gives for rows of tokens behind those of a cache, which keeps them."""
     from ....integrations import linear_cache
 
     layer = linear_cache.layer_of(cache, self.layer_idx)
     if not layer.batch and torch.is_grad_enabled() and not layer.record_past:
         # A step of training makes a cache that is not read: its gradients are those without one.
-        out = _mix(self, rows, sequences)
+        out = mix(self, rows, sequences)
         layer.store(rows, mask)
         return out
 
     def new_record(slots: int, drafts: int) -> LinearAttentionCache:
+        if mixer_of(user_class(self)).kind == DELTA_NET:
+            rule, heads = "gated_delta_rule", (self.num_k_heads, self.num_v_heads)
+            sizes = self.head_k_dim, self.head_v_dim
+        else:
+            rule, heads = "mamba2", (self.n_groups, self.num_heads)
+            sizes = self.ssm_state_size, self.head_dim
         return LinearAttentionCache(
-            1, slots, heads=(self.num_k_heads, self.num_v_heads),
-            sizes=(self.head_k_dim, self.head_v_dim),
+            1, slots, heads=heads, sizes=sizes,
             conv=(rows[0].shape[2], self.conv1d.kernel_size[0]), drafts=drafts,
-            dtype=rows[0].dtype, device=rows[0].device,
+            dtype=rows[0].dtype, device=rows[0].device, rule=rule,
         )  # fmt: skip
 
-    return layer.extend(new_record, functools.partial(_mix, self), rows, sequences)
+    return layer.extend(new_record, functools.partial(mix, self), rows, sequences)
