@@ -103,6 +103,7 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
     products = "bf16 operands, fp32 accumulators, ascending k"
     return common | _arithmetic(backend, device) | {
         "order": order, "products": products, "block": DELTA_BLOCK,
+        "sums over K of gradients": DELTA_PART,
     }  # fmt: skip
 
 
