@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/dsl": (1948, ""),
     "cute_kernels/gemm": (2857, ""),
     "cute_kernels/integrations": (8636, ""),
-    "cute_kernels/linear_attn": (6366, "a system"),
+    "cute_kernels/linear_attn": (6367, "a system"),
     "cute_kernels/logp": (5873, ""),
     "cute_kernels/mhc": (9256, "types of Triton launchers again"),
     "cute_kernels/model": (11777, ""),
