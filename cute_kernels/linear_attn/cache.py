@@ -7,13 +7,13 @@ state before it: a row has the bytes that it has in one pass, whatever pieces it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..arch import TRITON
-from ..errors import ArgumentValueError, expected, one_of
+from ..errors import ArgumentValueError, expected
 from ..runtime import checking, dispatch
 from . import checks, op_delta, op_ssd
 from .config import DELTA_CHUNK, SSD_CHUNK
@@ -324,39 +324,32 @@ class StateSpaceCache(LayerCache):
         A: torch.Tensor,
         B: torch.Tensor,
         C: torch.Tensor,
-        chunk_size: int | None = None,
-        D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None,
-        dt_bias: torch.Tensor | None = None,
         *,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
         cu_seqlens: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        **options: object,
     ) -> torch.Tensor:
         """The next rows of `mamba_chunk_scan_combined`, whose arguments these are.
 
-        As `DeltaRuleCache.gated_delta_rule`; A, dt_bias and the options are those of each call.
+        As `DeltaRuleCache.gated_delta_rule`.  ``options``: D, z, dt_bias, dt_softplus, dt_limit,
+        as in each call.
         """
-        checks.chunk_size(chunk_size)
-        options = checks.step_options(dt_softplus, dt_limit)
+        D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
+        steps = checks.step_options(
+            options.pop("dt_softplus", False), options.pop("dt_limit", (0.0, float("inf")))
+        )
+        if options:
+            checking.no_other_arguments("mamba_chunk_scan_combined", options, checks.SSD_NAMES)
 
         def scan(operands, state, offsets):
             x, dt, B, C, z = operands
             out, state, *_ = op_ssd.ssd_scan(
-                x, dt, A, B, C, D, z, dt_bias, state, offsets, None, None, None, *options, True,
+                x, dt, A, B, C, D, z, dt_bias, state, offsets, None, None, None, *steps, True,
                 self.drafts,
             )  # fmt: skip
             return out, state
 
         return self._extend((x, dt, B), (C, z), cu_seqlens, slots, scan)
-
-
-#: Rule of the layers of a cache -> the record of one.
-RULES: Mapping[str, type[LayerCache]] = {
-    "gated_delta_rule": DeltaRuleCache,
-    "mamba2": StateSpaceCache,
-}
 
 
 class LinearAttentionCache:
@@ -377,8 +370,9 @@ class LinearAttentionCache:
         drafts: Rows of the last call that `rollback` may drop again.
         dtype: Of q, k, v, or x, B, C, and of the convolution's inputs.
         device: Of the record; as `torch.zeros`.
-        rule: "gated_delta_rule", or "mamba2": layers have ``gated_delta_rule``, or
-            ``mamba_chunk_scan_combined``, and ``causal_conv1d``.
+
+    Layers have ``causal_conv1d`` and ``gated_delta_rule``; those of `of_mamba2`
+    ``mamba_chunk_scan_combined``.
 
     Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of (H K + HV V) elements
     and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.  Of Mamba-2 4 H P N
@@ -401,6 +395,8 @@ class LinearAttentionCache:
         True
     """
 
+    _record: type[LayerCache] = DeltaRuleCache
+
     def __init__(
         self,
         layers: int,
@@ -412,10 +408,7 @@ class LinearAttentionCache:
         drafts: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        rule: str = "gated_delta_rule",
     ):
-        if rule not in RULES:
-            raise ArgumentValueError(one_of("rule", RULES, rule))
         sizes_of = ("heads", heads), ("sizes", sizes), ("conv", conv)
         numbers = {"layers": layers, "slots": slots, "drafts": drafts} | {
             f"{name}[{i}]": number for name, pair in sizes_of for i, number in enumerate(pair)
@@ -426,7 +419,12 @@ class LinearAttentionCache:
                 raise ArgumentValueError(expected(name, f"at least {least}", number))
         self.slots = slots
         options = {"conv": conv, "drafts": drafts, "dtype": dtype, "device": device}
-        self.layers = [RULES[rule](slots, heads, sizes, **options) for _ in range(layers)]
+        self.layers = [self._record(slots, heads, sizes, **options) for _ in range(layers)]
+
+    @staticmethod
+    def of_mamba2(*args: int, **options: object) -> LinearAttentionCache:
+        """Make a cache of layers of Mamba-2, by the same arguments."""
+        return _Mamba2Cache(*args, **options)
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -478,3 +476,9 @@ class LinearAttentionCache:
             for layer in self.layers
         ]
         return new
+
+
+class _Mamba2Cache(LinearAttentionCache):
+    """What `LinearAttentionCache.of_mamba2` makes."""
+
+    _record = StateSpaceCache

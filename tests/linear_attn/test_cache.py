@@ -32,7 +32,8 @@ def applied(rule: str, of: object, rows: list[torch.Tensor], **options: object) 
         out = getattr(of, "chunk_gated_delta_rule" if whole else DELTA)(*rows, **options)
         return out[0] if whole else out
     x, dt, B, C, z = rows
-    return of.mamba_chunk_scan_combined(x, dt, A, B, C, None, D, z, BIAS, **STEPS, **options)
+    options |= {"D": D, "z": z, "dt_bias": BIAS, **STEPS}
+    return of.mamba_chunk_scan_combined(x, dt, A, B, C, **options)
 
 
 class Sequence:
@@ -63,9 +64,8 @@ def taps() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def new_cache(rule: str, slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
-    return ck.LinearAttentionCache(
-        2, slots, heads=HEADS, sizes=SIZES, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16, rule=rule
-    )
+    make = ck.LinearAttentionCache if rule == DELTA else ck.LinearAttentionCache.of_mamba2
+    return make(2, slots, heads=HEADS, sizes=SIZES, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16)
 
 
 def step(
@@ -216,7 +216,7 @@ MUTANTS = {
                    "self.read(slot, position)"),
     "same_place": ("selections", "position = length[:, None] + back",
                    "position = length[:1, None] + 0 * length[:, None] + back"),
-    "steps_without_limits": ("pieces", "offsets, None, None, None, *options",
+    "steps_without_limits": ("pieces", "offsets, None, None, None, *steps",
                              "offsets, None, None, None, True, 0.0, 1e9"),
     "state_of_all_rows": ("pieces", "self.drafts,\n            )  # fmt",
                           "-1,\n            )  # fmt"),
@@ -254,7 +254,7 @@ def test_too_many_rows_are_not_dropped():
         cache.rollback(1)
 
 
-WRONG = {"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}, {"rule": "mamba"}
+WRONG = {"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

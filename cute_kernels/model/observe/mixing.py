@@ -173,9 +173,7 @@ def _delta_rule_backward(
 
 def _scan(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    initial: torch.Tensor | None, offsets: torch.Tensor | None, with_final: bool, lag: int,
-    **others: object,
+    z: torch.Tensor | None, initial: torch.Tensor | None, **others: object,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Scan one head, mixed from all; its state is a corner of the first one's."""
     rows = [_joined(t, _STATE)[:, :, None].float() * 0.125 for t in (x, B, C)]
@@ -183,10 +181,11 @@ def _scan(
     # Steps up to a half, and a decay near 1: no state grows, and none is rounded away.
     step = _joined(dt.float(), 1).abs() * 0.5
     out, final, *saved = torch.ops.cute_kernels.ssd_scan(
-        rows[0], step, A.new_full((1,), -0.125), *rows[1:], None, None, None, state, offsets,
-        *[None] * 3, False, 0.0, float("inf"), with_final, lag,
+        rows[0], step, A.new_full((1,), -0.125), *rows[1:], None, None, None, state,
+        others["offsets"], *[None] * 3, False, 0.0, float("inf"), others["with_final"],
+        others["lag"],
     )  # fmt: skip
-    if with_final:
+    if others["with_final"]:
         final = _with_corner(final, x.shape[2], x.shape[3], B.shape[3])
     if z is not None:  # no state sees it
         out = torch.cat([out, z.flatten(2)[:, :, None].float()], 3)
@@ -194,12 +193,11 @@ def _scan(
 
 
 def _scan_backward(
-    d_out: torch.Tensor, d_final: torch.Tensor | None, x: torch.Tensor, dt: torch.Tensor,
-    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-    z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial: torch.Tensor | None,
-    offsets: torch.Tensor | None, **others: object,
+    d_out: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    z: torch.Tensor | None, offsets: torch.Tensor | None, **others: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """As `_delta_rule_backward`; parameters have zeros."""
+    A, D, dt_bias, initial = (others[name] for name in ("A", "D", "dt_bias", "initial"))
     rows = [t for t in (x, dt, B, C, z) if t is not None]
     if offsets is not None:
         made = [_joined(t, t[0, 0].numel()).view(t.shape) for t in rows]

@@ -438,8 +438,8 @@ _HEADER = """# Which causal LMs are complete
 | DeepSeek-V3, gpt-oss, Llama 4 (text), GLM-4 MoE | yes | refused | refused |
 | Qwen2.5-VL and others with images | the text, with [`skip=`](model.md) | refused | refused |
 | Qwen3-Next, Qwen 3.5 and its MoE (text), OLMo Hybrid | yes | refused | refused |
-| Nemotron-H, Granite 4 hybrid, Falcon-H1, Bamba, Mamba 2 | yes | refused | refused |
-| Zamba2, Jamba | refused | refused | refused |
+| Nemotron-H, Granite 4 hybrid, Falcon-H1, Bamba, Mamba 2, Zamba2 | yes | refused | refused |
+| Jamba | refused | refused | refused |
 | FP8, INT8, INT4 weights | left, so `strict=True` refuses | refused | refused |
 
 Below: every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the

@@ -92,6 +92,12 @@ _FALCON = {
     "mamba_d_ssm": 256, "num_attention_heads": 4, "ssm_multipliers": [0.5, 1.5, 0.7, 1.1, 0.3],
     "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "mlp_multipliers": [0.5, 1.5],
 }  # fmt: skip
+_ZAMBA2 = {
+    "n_mamba_heads": 16, "mamba_headdim": 16, "mamba_ngroups": 2, "mamba_d_state": 16,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4,
+    "attention_hidden_size": 256, "attention_head_dim": 64, "adapter_rank": 8, "use_mem_rope": True,
+    "num_mem_blocks": 1, "time_step_min": 0.5,
+}  # fmt: skip
 _MAMBA2 = {
     "num_heads": 16, "head_dim": 16, "n_groups": 2, "state_size": 16, "time_step_limit": (0.5, 2.0)
 }  # fmt: skip
@@ -109,6 +115,7 @@ HYBRIDS = {
         "FalconH1Config",
         {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
     ),
+    "zamba2": ("Zamba2Config", _ZAMBA2),
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
 }
 

@@ -29,7 +29,7 @@ def by_night(*names: str) -> list:
 
 
 #: Those whose layers others cover go by night.
-NIGHTLY = ("qwen3_5_moe", "bamba", "mamba2", "falcon_h1", "falcon_h1_norm")
+NIGHTLY = ("qwen3_5_moe", "bamba", "mamba2", "falcon_h1", "falcon_h1_norm", "zamba2")
 NAMES = [name for name in families.HYBRIDS if name not in NIGHTLY]
 each = pytest.mark.parametrize("name", [*NAMES, *by_night(*NIGHTLY)])
 #: Ops that each hybrid has, and that of its mixers.
@@ -300,7 +300,11 @@ def generated(net: torch.nn.Module, prompts: torch.Tensor, **options: object):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_next", "nemotron_h", *by_night("qwen3_5", "granitemoehybrid", "bamba", "falcon_h1")],
+    [
+        "qwen3_next",
+        "nemotron_h",
+        *by_night("qwen3_5", "granitemoehybrid", "bamba", "falcon_h1", "zamba2"),
+    ],
 )
 def test_what_is_generated_has_the_logits_of_training(patched, name):
     """Padded prompts, token by token; and drafts that prompt lookup or a model makes."""

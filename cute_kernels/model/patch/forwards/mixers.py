@@ -107,6 +107,7 @@ _MIXERS: Mapping[tuple[str, str], Mixer] = {
     ("mamba2", "Mamba2Mixer"): Mixer(),
     ("falcon_h1", "FalconH1Mixer"): Mixer(),
     ("bamba", "BambaMixer"): Mixer(),
+    ("zamba2", "Zamba2MambaMixer"): Mixer(),
 }
 MIXERS: Mapping[tuple[str, str], Mixer] = {
     (f"transformers.models.{folder}.modeling_{folder}", name): mixer
@@ -114,6 +115,8 @@ MIXERS: Mapping[tuple[str, str], Mixer] = {
 }
 #: Keywords of transformers that say where sequences are; with others a call is refused.
 _KEYWORDS = (packs.OFFSETS, packs.NUMBERS, "cu_seq_lens_k", "max_length_k", "is_causal")
+#: One that Zamba2 gives its mixers, which have no positions.
+_KEYWORDS += ("position_embeddings",)
 #: Kind -> parameters of a module whose gradients go to a main_grad in one order.  That of A_log is
 #: A times a sum of the scan's.
 MAIN_GRADS = {
@@ -205,7 +208,7 @@ def model_kind(module: nn.Module) -> str | None:
         return None
     layers = module._modules.get("layers")
     if isinstance(layers, nn.ModuleList):
-        parts = {id(part) for layer in layers for part in layer.children()}
+        parts = {id(part) for layer in layers for part in layer.modules()}
         return BASE_MODEL if all(id(mixer) in parts for mixer in mixing) else None
     return STATEFUL if getattr(module, STATEFUL_FLAG, False) else None
 
@@ -414,15 +417,15 @@ def _mixed_behind(
 
     def new_record(slots: int, drafts: int) -> LinearAttentionCache:
         if mixer_of(user_class(self)).kind == DELTA_NET:
-            rule, heads = "gated_delta_rule", (self.num_k_heads, self.num_v_heads)
+            make, heads = LinearAttentionCache, (self.num_k_heads, self.num_v_heads)
             sizes = self.head_k_dim, self.head_v_dim
         else:
-            rule, heads = "mamba2", (self.n_groups, self.num_heads)
+            make, heads = LinearAttentionCache.of_mamba2, (self.n_groups, self.num_heads)
             sizes = self.ssm_state_size, self.head_dim
-        return LinearAttentionCache(
+        return make(
             1, slots, heads=heads, sizes=sizes,
             conv=(rows[0].shape[2], self.conv1d.kernel_size[0]), drafts=drafts,
-            dtype=rows[0].dtype, device=rows[0].device, rule=rule,
+            dtype=rows[0].dtype, device=rows[0].device,
         )  # fmt: skip
 
     return layer.extend(new_record, functools.partial(mix, self), rows, sequences)
