@@ -422,8 +422,10 @@ def test_audits(name):
     sequences = [families.ids(1, length, seed=length)[0] for length in (19, 70, 33)]
     found = ck.audit(net, sequences)
     assert found.ok, str(found)
+    # Zamba2 has one block of attention in several layers: their sums are not promised.
+    others = {*report.main_grad_left, *report.main_grad_shared}
     for key, parameter in net.named_parameters():
-        parameter.requires_grad_(key not in report.main_grad_left)
+        parameter.requires_grad_(key not in others)
         parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
     found = ck.audit(net, sequences, transforms=["micro_batches", "gradient_repeat"])
     assert found.ok and not found.information, str(found)
