@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/linear_attn": (4352, "a system"),
     "tests/logp": (5816, ""),
     "tests/mhc": (7024, ""),
-    "tests/model": (11251, ""),
+    "tests/model": (11253, ""),
     "tests/moe": (3986, ""),
     "tests/norm": (1833, ""),
     "tests/option_table": (1622, ""),
