@@ -98,6 +98,7 @@ class LayerCache:
         state: [slots, heads, ...], fp32, behind the last chunk that is whole whatever is dropped.
         grid: [slots], int64, rows behind which ``state`` is: a multiple of ``chunk``.
         length, conv_length: [slots], int64, rows that the rule and the convolution have seen.
+        spare: [slots], int64, rows that may yet be dropped.
         chunk: Rows of a chunk of the rule.
     """
 
@@ -117,12 +118,11 @@ class LayerCache:
         channels, width = conv
         self.drafts, self.width = drafts, width
         self.state = torch.zeros(slots, *state, dtype=torch.float32, device=device)
-        self.grid, self.length, self.conv_length = (
-            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
+        self.grid, self.length, self.conv_length, self.spare = (
+            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
         )
         self._kept = [_Ring(slots, self._ring_rows(drafts), *each, device) for each in rows]
         self._conv = _Ring(slots, width - 1 + drafts, (channels,), dtype, device)
-        self._may_drop = 0
 
     @torch.no_grad()
     def causal_conv1d(
@@ -203,14 +203,20 @@ class LayerCache:
             ring.write(of, position, keep, given.flatten(0, 1))
         self.state[slot], self.grid[slot] = state, behind
         self.length[slot] = start + pieces.count
-        self._may_drop = self.drafts
+        self._appended(slot, pieces.count)
         at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
         return out[0][at].unflatten(0, (batch, length))  # 0 of rows behind the pack
 
+    def _appended(self, slot: torch.Tensor, count: torch.Tensor) -> None:
+        """Let new rows be dropped, and old ones that still could be, up to ``drafts``."""
+        if self.drafts:
+            self.spare[slot] = (self.spare[slot] + count).clamp(max=self.drafts)
+
     def _select(self, slots: torch.Tensor, drafts: int) -> LayerCache:
         new = copy.copy(self)
-        new.drafts, new._may_drop = drafts, 0
-        new.state, new.grid, new.length, new.conv_length = (t[slots] for t in self._each())
+        new.drafts = drafts
+        new.state, new.grid, new.length, new.conv_length, spare = (t[slots] for t in self._each())
+        new.spare = spare * 0
         new._kept = [ring.select(slots, self._ring_rows(drafts), new.length) for ring in self._kept]
         new._conv = self._conv.select(slots, self.width - 1 + drafts, new.conv_length)
         return new
@@ -225,7 +231,7 @@ class LayerCache:
         return slots.long()
 
     def _each(self) -> list[torch.Tensor]:
-        return [self.state, self.grid, self.length, self.conv_length]
+        return [self.state, self.grid, self.length, self.conv_length, self.spare]
 
     def _rings(self) -> list[_Ring]:
         return [*self._kept, self._conv]
@@ -264,7 +270,6 @@ class DeltaRuleCache(LayerCache):
             o [B, T, HV, V], with the bytes of one pass over the whole sequence.
         """
 
-        self._may_drop = self.drafts
         if self._is_step(q, v):
             return self._step(DeltaRule(q, k, v, g, beta, None), scale, cu_seqlens, slots)
 
@@ -303,6 +308,9 @@ class DeltaRuleCache(LayerCache):
             out.flatten(0, 1),
             record,
         )
+        if self.drafts:
+            pieces = _pieces(v.shape[0], v.shape[1], cu_seqlens, v.device)
+            self._appended(self._slots(pieces, slots), pieces.count)
         return out
 
 
@@ -435,17 +443,23 @@ class LinearAttentionCache:
     def rollback(self, rows: int, slots: torch.Tensor | None = None) -> None:
         """Drop the last ``rows`` rows of slots, all of them by default, in every layer.
 
-        Between two calls at most ``drafts`` rows can be dropped.
+        At most ``drafts`` rows can be dropped in all, until a call appends as many again.  On a GPU
+        too many end the program, as the check does not wait.
         """
-        for layer in self.layers:
-            if not 0 <= checking.integer("rows", rows) <= layer._may_drop:
-                want = f"from 0 to {layer._may_drop}, the drafts that may yet be dropped"
-                raise ArgumentValueError(expected("rows", want, rows))
         which = slice(None) if slots is None else slots.long()
         for layer in self.layers:
-            layer._may_drop -= rows
-            for length in (layer.length, layer.conv_length):
-                length[which] -= rows
+            if not 0 <= checking.integer("rows", rows) <= layer.drafts:
+                raise ArgumentValueError(expected("rows", f"from 0 to {layer.drafts}", rows))
+            spare, want = (
+                layer.spare[which],
+                f"{rows} or more rows that can be dropped in each slot",
+            )
+            checking.values("rows", spare, lambda spare: spare >= rows, want)
+            if spare.is_cuda:
+                torch._assert_async((spare >= rows).all(), f"rows: expected {want}")
+        for layer in self.layers:
+            for counter in (layer.length, layer.conv_length, layer.spare):
+                counter[which] -= rows
 
     def reset(self, slots: torch.Tensor | None = None) -> None:
         """Forget the sequences of slots, all of them by default."""

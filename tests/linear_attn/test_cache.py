@@ -116,7 +116,7 @@ def drafts(rule: str) -> None:
         part = [torch.cat(pair) for pair in pairs]
         conv, out = step(rule, cache, [part])[0]
         check(true, (conv[:keep], out[:keep]), length, length + keep)
-        cache[0]._may_drop = dropped  # the layer that is not called
+        cache[0].spare.fill_(dropped)  # the layer that is not called
         cache.rollback(dropped)
         length += keep
     assert length > CHUNKS[rule] and int(cache[1].length[0]) == length == int(
@@ -152,7 +152,7 @@ def selections(rule: str) -> None:
             bad = other.part(0, dropped)
             parts.append([torch.cat(pair) for pair in zip(kept, bad, strict=True)])
         found = step(rule, cache, parts)
-        cache[0]._may_drop = dropped  # the layer that is not called
+        cache[0].spare.fill_(dropped)  # the layer that is not called
         cache.rollback(dropped)
         for got, (sequence, behind) in zip(found, ((b, 63), (a, 70), (b, 63)), strict=True):
             rows = tuple(t[: end - first] for t in got)
@@ -221,8 +221,8 @@ MUTANTS = {
     "state_of_all_rows": ("pieces", "self.drafts,\n            )  # fmt",
                           "-1,\n            )  # fmt"),
     "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
-    "states_stay": ("copies", "[self.state, self.grid, self.length, self.conv_length]",
-                    "[self.grid, self.length, self.conv_length]"),
+    "states_stay": ("copies", "[self.state, self.grid, self.length",
+                    "[self.grid, self.length"),
 }  # fmt: skip
 
 
@@ -242,16 +242,29 @@ def test_killed(name, monkeypatch):
 
 
 def test_too_many_rows_are_not_dropped():
-    cache = new_cache(DELTA, 1, drafts=2)
-    with pytest.raises(ArgumentValueError, match="rows: expected from 0 to 0"):
-        cache.rollback(1)
-    for _ in range(2):
+    """The state does not go back: what was appended since bounds what can be dropped."""
+    sequence, cache = Sequence(DELTA, 0, 80), new_cache(DELTA, 1, drafts=4)
+    refused = pytest.raises(ArgumentValueError, match="rows: expected")
+
+    def call(first: int, end: int) -> None:
         for layer in cache.layers:
-            rows = [t[None, :4] for t in Sequence(DELTA, 0, 8).rows]
-            layer.gated_delta_rule(*rows)
-    cache.rollback(2)
-    with pytest.raises(ArgumentValueError, match="rows"):
+            out = layer.gated_delta_rule(*(t[None, first:end] for t in sequence.rows))[0]
+            assert same_bytes(out, sequence.out[first:end])
+
+    with refused:
         cache.rollback(1)
+    call(0, 2)
+    with refused:  # two rows were appended
+        cache.rollback(3)
+    call(2, 68)
+    cache.rollback(4)
+    call(64, 65)
+    with refused:  # one row was appended since; the state is behind 64
+        cache.rollback(2)
+    cache.rollback(1)
+    call(64, 80)
+    with refused:
+        cache.rollback(5)
 
 
 WRONG = {"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}
