@@ -70,6 +70,7 @@ class MixerLayer(cache_utils.LinearAttentionLayer):
 
     def store(self, rows: Rows, mask: torch.Tensor | None) -> None:
         """Keep the tokens of a first call, which has computed its rows, for the next one."""
+        mask = None if mask is None else mask.clone()  # a user may write to it
         self.pending = tuple(t.detach() for t in rows), mask
         self._count(rows)
 

@@ -6,7 +6,9 @@ the mask, and no host waits for it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -135,7 +137,7 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
     Attention finds them by itself, as transformers has it: without a mask and without a cache.
 
     Raises:
-        ArgumentValueError: a mask of more than padding.
+        ArgumentValueError: a mask of more than padding, or a pack without its position_ids.
     """
     kind, cache = getattr(self.config, "model_type", None), arguments.get("past_key_values")
     if kind in _POSITIONS_WITHOUT_PAST and cache is not None:
@@ -144,6 +146,10 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
     if isinstance(mask, torch.Tensor) and mask.dim() != 2:
         want = "[B, S] of zeros and ones, as a state has no other masks"
         raise ArgumentValueError(expected("attention_mask", want, list(mask.shape)))
+    if cache is not None or not torch.compiler.is_compiling():
+        _keep_column(cache, mask, arguments)
+    if cache is None:
+        _check_positions(self, arguments)
     told = any(arguments.get(name) is not None for name in (OFFSETS, NUMBERS, "past_key_values"))
     if mask is not None or told or not isinstance(positions, torch.Tensor):
         return arguments
@@ -153,6 +159,43 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
     if kind in _MASKS_WITHOUT_POSITIONS:
         arguments = arguments | {"attention_mask": _masks(self.config, positions)}
     return arguments | {NUMBERS: numbers}
+
+
+#: Whether all sequences of a cache have begun: what comes is no padding.
+_BEGUN = "_cute_kernels_begun"
+#: The mask [B, 1] of a call with one column of which some is padding: transformers gives a state's
+#: layers none.
+_COLUMN: ContextVar[torch.Tensor | None] = ContextVar("column", default=None)
+
+
+def column_of_call() -> torch.Tensor | None:
+    """Return the mask of a call of one column, [B, 1]; None: no padding, or more columns."""
+    return _COLUMN.get()
+
+
+@torch.compiler.disable
+def _keep_column(cache: object, mask: object, arguments: Mapping[str, object]) -> None:
+    """Read the last column of a mask, until all sequences of the cache have begun."""
+    _COLUMN.set(None)
+    if not isinstance(mask, torch.Tensor) or getattr(cache, _BEGUN, False):
+        return
+    begun = bool((mask[:, -1] != 0).all())
+    if cache is not None and begun:
+        setattr(cache, _BEGUN, True)
+    tokens = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    if not begun and tokens is not None and tokens.shape[1] == 1:
+        _COLUMN.set(mask[:, -1:])
+
+
+def _check_positions(self: torch.nn.Module, arguments: Mapping[str, object]) -> None:
+    """Check that a pack of a base model with attention comes with its positions."""
+    name = next((n for n in (OFFSETS, NUMBERS) if arguments.get(n) is not None), None)
+    if name is None or arguments.get("position_ids") is not None:
+        return
+    if "position_ids" in inspect.signature(type(self).forward).parameters:
+        want = "position_ids beside it, which begin again with each sequence: attention reads them"
+        raise ArgumentValueError(expected(name, want, "none"))
 
 
 #: Types whose base model makes its masks without its position_ids, so that attention finds no pack.

@@ -409,6 +409,9 @@ def _mixed_behind(
     from ....integrations import linear_cache
 
     layer = linear_cache.layer_of(cache, self.layer_idx)
+    if mask is None and rows[0].shape[1] == 1:
+        mask = packs.column_of_call()
+        sequences = sequences if mask is None else packs.sequences_of(rows[0], mask, {})
     if not layer.batch and torch.is_grad_enabled() and not layer.record_past:
         # A step of training makes a cache that is not read: its gradients are those without one.
         out = mix(self, rows, sequences)
