@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from ..arch import TRITON
-from ..errors import ArgumentValueError, expected
+from ..errors import ArgumentValueError, DtypeError, expected
 from ..runtime import checking, dispatch
 from . import checks, op_delta, op_ssd
 from .config import DELTA_CHUNK, SSD_CHUNK
-from .tensors import DeltaRecord, DeltaRule
+from .tensors import DeltaRecord, DeltaRule, Sequences
 
 
 class _Pieces(NamedTuple):
@@ -35,7 +35,12 @@ class _Pieces(NamedTuple):
     count: torch.Tensor
 
 
-def _pieces(batch: int, length: int, cu_seqlens: torch.Tensor | None, device) -> _Pieces:
+def _pieces(name: str, rows: torch.Tensor, cu_seqlens: torch.Tensor | None) -> _Pieces:
+    """Check where the sequences of the argument ``name`` [B, T, ...] are, and return it."""
+    checks.count_of(cu_seqlens, name, rows)
+    (batch, length), device = rows.shape[:2], rows.device
+    if cu_seqlens is not None and checking.readable(cu_seqlens) is not None:
+        Sequences(length, 0, cu_seqlens).bounds()
     row = torch.arange(batch * length, device=device)
     if cu_seqlens is None:
         first = torch.arange(batch, device=device) * length
@@ -144,7 +149,7 @@ class LayerCache:
         tail = self.width - 1
         if weight.shape[1] != self.width:
             raise ArgumentValueError(expected("weight", f"width {self.width}", weight.shape[1]))
-        pieces = _pieces(x.shape[0], x.shape[2], cu_seqlens, x.device)
+        pieces = _pieces("x", x.mT, cu_seqlens)
         slot = self._slots(pieces, slots)
         start = self.conv_length[slot]
         before = start[:, None] + torch.arange(-tail, 0, device=x.device)
@@ -174,7 +179,11 @@ class LayerCache:
         kept, others: Its operands that later rows read, and those that they do not.
         """
         batch, length = kept[0].shape[:2]
-        pieces = _pieces(batch, length, cu_seqlens, kept[0].device)
+        pieces = _pieces("rows", kept[0], cu_seqlens)
+        for ring, given in zip(self._kept, kept, strict=True):
+            if torch.promote_types(ring.data.dtype, given.dtype) != ring.data.dtype:
+                want = f"{ring.data.dtype}, that of the cache, or one that it holds"
+                raise DtypeError(expected("rows", want, given.dtype))
         slot = self._slots(pieces, slots)
         base, start = self.grid[slot], self.length[slot]
         opened = start - base
@@ -227,7 +236,13 @@ class LayerCache:
 
     def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
         if slots is None:
-            return torch.arange(len(pieces.first), device=self.length.device)
+            slots = torch.arange(len(pieces.first), device=self.length.device)
+        checking.operand("slots", slots, "[sequences]", (torch.int32, torch.int64))
+        checking.shape("slots", slots, pieces.first.shape, "one of each sequence")
+        checking.same_device("slots", slots, "the cache", self.length)
+        want = f"numbers from 0 to {len(self.length) - 1}, all different"
+        checking.values("slots", slots, lambda s: (s >= 0) & (s < len(self.length)), want)
+        checking.values("slots", slots.sort().values.diff(), lambda d: d > 0, want)
         return slots.long()
 
     def _each(self) -> list[torch.Tensor]:
@@ -309,7 +324,7 @@ class DeltaRuleCache(LayerCache):
             record,
         )
         if self.drafts:
-            pieces = _pieces(v.shape[0], v.shape[1], cu_seqlens, v.device)
+            pieces = _pieces("v", v, cu_seqlens)
             self._appended(self._slots(pieces, slots), pieces.count)
         return out
 

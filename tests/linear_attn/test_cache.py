@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import ArgumentValueError
+from cute_kernels.errors import ArgumentValueError, DtypeError, ShapeError
 from cute_kernels.linear_attn import cache as module
 from tests.anchors import planted
 from tests.contract import same_bytes
@@ -265,6 +265,25 @@ def test_too_many_rows_are_not_dropped():
     call(64, 80)
     with refused:
         cache.rollback(5)
+
+
+def test_what_a_cache_cannot_keep_is_refused():
+    rows = [t[None, :4] for t in Sequence(DELTA, 0, 8).rows]
+    two = [t.expand(2, *t.shape[1:]) for t in rows]
+    wide = [t.float() for t in rows]
+    for given, options, said in (
+        (wide, {}, (DtypeError, "rows: expected torch.bfloat16")),
+        (two, {"slots": torch.tensor([1, 1])}, (ArgumentValueError, "slots: .* all different")),
+        (two, {"slots": torch.tensor([0, 2])}, (ArgumentValueError, "slots: .* from 0 to 1")),
+        (two, {"slots": torch.tensor([0])}, (ShapeError, "slots")),
+        (two, {"slots": torch.tensor([0.0, 1.0])}, (DtypeError, "slots")),
+        (rows, {"cu_seqlens": torch.tensor([1, 4])}, (ArgumentValueError, "cu_seqlens")),
+        (two, {"cu_seqlens": torch.tensor([0, 4])}, (ShapeError, "cu_seqlens")),
+    ):
+        cache = new_cache(DELTA, 2)
+        with pytest.raises(said[0], match=said[1]):
+            cache[0].gated_delta_rule(*given, **options)
+        assert not cache[0].length.any()
 
 
 WRONG = {"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}
