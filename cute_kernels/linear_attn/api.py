@@ -119,7 +119,7 @@ def causal_conv1d_update(
         names = {"cache_seqlens": "no cache_seqlens (a state holds the newest input last)"}
         checking.no_other_arguments("causal_conv1d_update", others, names)
     rows = x[..., None] if x.dim() == 2 else x
-    checks.conv_state(conv_state, rows, weight.shape[1])
+    checks.conv_state(conv_state, rows, weight.shape[1], conv_state_indices)
     with torch.no_grad():
         slots = slice(x.shape[0]) if conv_state_indices is None else conv_state_indices.long()
         state = conv_state[slots]

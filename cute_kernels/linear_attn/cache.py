@@ -237,12 +237,7 @@ class LayerCache:
     def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
         if slots is None:
             slots = torch.arange(len(pieces.first), device=self.length.device)
-        checking.operand("slots", slots, "[sequences]", (torch.int32, torch.int64))
-        checking.shape("slots", slots, pieces.first.shape, "one of each sequence")
-        checking.same_device("slots", slots, "the cache", self.length)
-        want = f"numbers from 0 to {len(self.length) - 1}, all different"
-        checking.values("slots", slots, lambda s: (s >= 0) & (s < len(self.length)), want)
-        checking.values("slots", slots.sort().values.diff(), lambda d: d > 0, want)
+        checks.slots("slots", slots, len(pieces.first), "the cache", self.length)
         return slots.long()
 
     def _each(self) -> list[torch.Tensor]:

@@ -296,8 +296,20 @@ def activation(name: object) -> bool:
     return name is not None
 
 
-def conv_state(conv_state: torch.Tensor, x: torch.Tensor, width: int) -> None:
-    """Check the state that `causal_conv1d_update` reads and writes."""
+def slots(name: str, given: torch.Tensor, sequences: int, of: str, states: torch.Tensor) -> None:
+    """Check the slot of each sequence in the argument ``of``, whose first dimension they are."""
+    checking.operand(name, given, "[sequences]", (torch.int32, torch.int64))
+    checking.shape(name, given, (sequences,), "one of each sequence")
+    checking.same_device(name, given, of, states)
+    want = f"numbers from 0 to {len(states) - 1}, all different"
+    checking.values(name, given, lambda s: (s >= 0) & (s < len(states)), want)
+    checking.values(name, given.sort().values.diff(), lambda d: d > 0, want)
+
+
+def conv_state(
+    conv_state: torch.Tensor, x: torch.Tensor, width: int, indices: torch.Tensor | None
+) -> None:
+    """Check the state that `causal_conv1d_update` reads and writes, and its slots."""
     checking.operand("conv_state", conv_state, "[slots, D, L]")
     _, channels, length = conv_state.shape
     if channels != x.shape[1] or length < width - 1:
@@ -305,6 +317,11 @@ def conv_state(conv_state: torch.Tensor, x: torch.Tensor, width: int) -> None:
         raise ShapeError(expected("conv_state", want, list(conv_state.shape)))
     checking.dtype("conv_state", conv_state.dtype, (x.dtype,))
     checking.same_device("conv_state", conv_state, "x", x)
+    if indices is not None:
+        slots("conv_state_indices", indices, x.shape[0], "conv_state", conv_state)
+    elif len(conv_state) < len(x):
+        want = f"at least {len(x)} slots, one of each sequence"
+        raise ShapeError(expected("conv_state", want, len(conv_state)))
 
 
 def gated_norm(

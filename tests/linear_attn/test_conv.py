@@ -307,6 +307,19 @@ STATE = torch.zeros(2, 8, 3)
 UPDATES = {
     "a short state": ({"conv_state": STATE[..., :2]}, ShapeError, "conv_state: expected shape"),
     "another dtype": ({"conv_state": STATE.half()}, DtypeError, "conv_state: expected"),
+    "few slots": ({"conv_state": STATE[:1]}, ShapeError, "conv_state: expected at least"),
+    **{
+        f"slots {i}": ({"conv_state_indices": given}, kind, "conv_state_indices: expected")
+        for i, (given, kind) in enumerate(
+            (
+                (torch.tensor([0.0, 1.0]), DtypeError),
+                (torch.tensor([0, 0]), ArgumentValueError),
+                (torch.tensor([0, -1]), ArgumentValueError),
+                (torch.tensor([0, 99]), ArgumentValueError),
+                (torch.tensor([0]), ShapeError),
+            )
+        )
+    },
     "a ring": ({"cache_seqlens": OFFSETS}, ArgumentTypeError, "cache_seqlens: expected no cache"),
 }
 
