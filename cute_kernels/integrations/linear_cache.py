@@ -108,6 +108,13 @@ class MixerLayer(cache_utils.LinearAttentionLayer):
         self.has_previous_state[0] = True
         self.dtype, self.device = rows[0].dtype, rows[0].device
 
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Refuse transformers' own mixer, of an unpatched model: it cannot read the tokens."""
+        if self.batch:
+            want = "a cache that an unpatched model has filled, as it is one"
+            raise ArgumentValueError(expected("past_key_values", want, "one of a patched model"))
+        super().lazy_initialization(*args, **kwargs)
+
     # ---- what transformers does to layers -------------------------------------------------------
 
     @property

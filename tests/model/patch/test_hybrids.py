@@ -524,23 +524,6 @@ def filled(config) -> transformers.DynamicCache:
     return cache
 
 
-@pytest.mark.parametrize("cuts", [range(1, 18), [3, 4, 17]])
-def test_padding_in_calls_of_one_column(patched, cuts):
-    """transformers gives a state's layers no mask of one column; a mask may be written to later."""
-    net, _ = patched("olmo_hybrid")
-    tokens, mask = families.TOKENS[:2, :17], torch.ones(2, 17, dtype=torch.long)
-    mask[0, :4] = 0
-    cache, rows = cache_of(net.config), []
-    for first, end in itertools.pairwise([0, *cuts]):
-        given = mask[:, :end].clone()
-        positions = (given.cumsum(1) - 1).clamp(min=0)[:, first:end]
-        inputs = {"attention_mask": given, "position_ids": positions, "past_key_values": cache}
-        rows.append(net(tokens[:, first:end], **inputs).logits.detach())
-        given.zero_()
-    alone = families.logits(net, tokens[:1, 4:]).detach()
-    assert same_bytes(torch.cat(rows, 1)[:1, 4:], alone)
-
-
 LENGTHS = torch.tensor([0, 17], dtype=torch.int32)
 #: Call of a model -> what is said.
 REFUSED = [
