@@ -17,7 +17,7 @@ from transformers import cache_utils
 
 from ..errors import ArgumentValueError, UnsupportedTransformError, expected
 from ..linear_attn.cache import LinearAttentionCache
-from .packs import Sequences, sequences_of
+from .packs import Sequences, column_of_call, sequences_of
 
 #: Tokens that a cache which records its past can drop, whatever was called since.
 DRAFTS = 64
@@ -55,7 +55,8 @@ class MixerLayer(cache_utils.LinearAttentionLayer):
 
     record: What it keeps of its sequences; None: nothing yet.  pending: The rows and the mask of a
     call that the record has not seen.  batch: how many sequences; 0: no token was seen.  recent:
-    Tokens that are recorded and were not dropped.
+    Tokens that are recorded and were not dropped.  begun: Whether it is known that all sequences
+    have a token that is no padding.
     """
 
     is_compileable = False
@@ -65,8 +66,19 @@ class MixerLayer(cache_utils.LinearAttentionLayer):
         self.record: LinearAttentionCache | None = None
         self.pending: tuple[Rows, torch.Tensor | None] | None = None
         self.batch = self.recent = 0
+        self.begun = False
 
     # ---- calls ----------------------------------------------------------------------------------
+
+    def padding(self) -> torch.Tensor | None:
+        """Return the mask [B, 1] of a call of one column of which some is padding.
+
+        The mask is read on the host until all sequences have begun: no padding follows.
+        """
+        column = None if self.begun else column_of_call()
+        if column is not None:
+            self.begun = bool((column != 0).all())
+        return None if self.begun else column
 
     def store(self, rows: Rows, mask: torch.Tensor | None) -> None:
         """Keep the tokens of a first call, which has computed its rows, for the next one."""
@@ -156,6 +168,7 @@ class MixerLayer(cache_utils.LinearAttentionLayer):
     def reset(self) -> None:
         """Forget all sequences."""
         self.record, self.pending, self.batch, self.recent = None, None, 0, 0
+        self.begun = False
         self.has_previous_state[0] = False
 
 

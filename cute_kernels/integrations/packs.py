@@ -147,7 +147,7 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
         want = "[B, S] of zeros and ones, as a state has no other masks"
         raise ArgumentValueError(expected("attention_mask", want, list(mask.shape)))
     if cache is not None or not torch.compiler.is_compiling():
-        _keep_column(cache, mask, arguments)
+        _keep_column(mask, _tokens(arguments))
     if cache is None:
         _check_positions(self, arguments)
     told = any(arguments.get(name) is not None for name in (OFFSETS, NUMBERS, "past_key_values"))
@@ -161,31 +161,26 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
     return arguments | {NUMBERS: numbers}
 
 
-#: Whether all sequences of a cache have begun: what comes is no padding.
-_BEGUN = "_cute_kernels_begun"
-#: The mask [B, 1] of a call with one column of which some is padding: transformers gives a state's
+#: The last column [B, 1] of a call's mask, where the call has one: transformers gives a state's
 #: layers none.
 _COLUMN: ContextVar[torch.Tensor | None] = ContextVar("column", default=None)
 
 
 def column_of_call() -> torch.Tensor | None:
-    """Return the mask of a call of one column, [B, 1]; None: no padding, or more columns."""
+    """Return the mask of a call of one column, [B, 1]; None: it has none, or more columns."""
     return _COLUMN.get()
 
 
 @torch.compiler.disable
-def _keep_column(cache: object, mask: object, arguments: Mapping[str, object]) -> None:
-    """Read the last column of a mask, until all sequences of the cache have begun."""
-    _COLUMN.set(None)
-    if not isinstance(mask, torch.Tensor) or getattr(cache, _BEGUN, False):
-        return
-    begun = bool((mask[:, -1] != 0).all())
-    if cache is not None and begun:
-        setattr(cache, _BEGUN, True)
+def _keep_column(mask: object, tokens: torch.Tensor | None) -> None:
+    """Keep the mask of a call of one column for `column_of_call`; no host waits for it."""
+    one = isinstance(mask, torch.Tensor) and tokens is not None and tokens.shape[1] == 1
+    _COLUMN.set(mask[:, -1:] if one else None)
+
+
+def _tokens(arguments: Mapping[str, object]) -> torch.Tensor | None:
     tokens = arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
-    if not begun and tokens is not None and tokens.shape[1] == 1:
-        _COLUMN.set(mask[:, -1:])
+    return arguments.get("inputs_embeds") if tokens is None else tokens
 
 
 def _check_positions(self: torch.nn.Module, arguments: Mapping[str, object]) -> None:
@@ -208,8 +203,7 @@ _POSITIONS_WITHOUT_PAST = frozenset({"bamba"})
 
 def _behind(cache: object, arguments: dict[str, object]) -> torch.Tensor | None:
     """Return the position_ids of a call with a cache: those given, or behind the cache."""
-    positions, tokens = arguments.get("position_ids"), arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    positions, tokens = arguments.get("position_ids"), _tokens(arguments)
     if positions is not None or tokens is None:
         return positions
     return (torch.arange(tokens.shape[1], device=tokens.device) + cache.get_seq_length())[None]

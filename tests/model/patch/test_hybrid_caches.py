@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
 import cute_kernels as ck
+from cute_kernels.integrations import packs
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -26,15 +28,26 @@ def test_padding_in_calls_of_one_column(net, cuts):
     """transformers gives a state's layers no mask of one column; a mask may be written to later."""
     tokens, mask = families.TOKENS[:2, :17], torch.ones(2, 17, dtype=torch.long)
     mask[0, :4] = 0
-    cache, rows = transformers.DynamicCache(config=net.config), []
-    for first, end in itertools.pairwise([0, *cuts]):
-        given = mask[:, :end].clone()
-        positions = (given.cumsum(1) - 1).clamp(min=0)[:, first:end]
-        inputs = {"attention_mask": given, "position_ids": positions, "past_key_values": cache}
-        rows.append(net(tokens[:, first:end], **inputs).logits.detach())
-        given.zero_()
     alone = families.logits(net, tokens[:1, 4:]).detach()
-    assert same_bytes(torch.cat(rows, 1)[:1, 4:], alone)
+    cache = transformers.DynamicCache(config=net.config)
+    for _ in range(2):  # a cache that is reset begins again
+        rows = []
+        for first, end in itertools.pairwise([0, *cuts]):
+            given = mask[:, :end].clone()
+            positions = (given.cumsum(1) - 1).clamp(min=0)[:, first:end]
+            inputs = {"attention_mask": given, "position_ids": positions, "past_key_values": cache}
+            rows.append(net(tokens[:, first:end], **inputs).logits.detach())
+            given.zero_()
+        assert same_bytes(torch.cat(rows, 1)[:1, 4:], alone)
+        cache.reset()
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_model_reads_no_mask_on_the_host(net, length):
+    tokens = families.TOKENS[:, :length]
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    with mock.patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("read")):
+        assert packs.with_sequences(net.model, given) is given
 
 
 def test_an_unpatched_model_does_not_take_a_patched_ones_cache(net):

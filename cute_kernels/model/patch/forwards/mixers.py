@@ -410,7 +410,7 @@ def _mixed_behind(
 
     layer = linear_cache.layer_of(cache, self.layer_idx)
     if mask is None and rows[0].shape[1] == 1:
-        mask = packs.column_of_call()
+        mask = layer.padding()
         sequences = sequences if mask is None else packs.sequences_of(rows[0], mask, {})
     if not layer.batch and torch.is_grad_enabled() and not layer.record_past:
         # A step of training makes a cache that is not read: its gradients are those without one.
