@@ -35,12 +35,8 @@ class _Pieces(NamedTuple):
     count: torch.Tensor
 
 
-def _pieces(name: str, rows: torch.Tensor, cu_seqlens: torch.Tensor | None) -> _Pieces:
-    """Check where the sequences of the argument ``name`` [B, T, ...] are, and return it."""
-    checks.count_of(cu_seqlens, name, rows)
+def _pieces(rows: torch.Tensor, cu_seqlens: torch.Tensor | None) -> _Pieces:
     (batch, length), device = rows.shape[:2], rows.device
-    if cu_seqlens is not None and checking.readable(cu_seqlens) is not None:
-        Sequences(length, 0, cu_seqlens).bounds()
     row = torch.arange(batch * length, device=device)
     if cu_seqlens is None:
         first = torch.arange(batch, device=device) * length
@@ -149,7 +145,8 @@ class LayerCache:
         tail = self.width - 1
         if weight.shape[1] != self.width:
             raise ArgumentValueError(expected("weight", f"width {self.width}", weight.shape[1]))
-        pieces = _pieces("x", x.mT, cu_seqlens)
+        self._check("x", x.mT, cu_seqlens, slots)
+        pieces = _pieces(x.mT, cu_seqlens)
         slot = self._slots(pieces, slots)
         start = self.conv_length[slot]
         before = start[:, None] + torch.arange(-tail, 0, device=x.device)
@@ -179,7 +176,8 @@ class LayerCache:
         kept, others: Its operands that later rows read, and those that they do not.
         """
         batch, length = kept[0].shape[:2]
-        pieces = _pieces("rows", kept[0], cu_seqlens)
+        self._check("rows", kept[0], cu_seqlens, slots)
+        pieces = _pieces(kept[0], cu_seqlens)
         for ring, given in zip(self._kept, kept, strict=True):
             if torch.promote_types(ring.data.dtype, given.dtype) != ring.data.dtype:
                 want = f"{ring.data.dtype}, that of the cache, or one that it holds"
@@ -234,10 +232,26 @@ class LayerCache:
         """Rows of a ring: an open chunk, drafts behind it, and the next step's row and drafts."""
         return self.chunk + 2 * drafts
 
+    def _check(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> None:
+        """Check where the sequences of the argument ``name`` [B, T, ...] are, and their slots."""
+        count = checks.count_of(cu_seqlens, name, rows)
+        if cu_seqlens is not None and checking.readable(cu_seqlens) is not None:
+            Sequences(rows.shape[1], 0, cu_seqlens).bounds()
+        if slots is not None:
+            checks.slots("slots", slots, count, "the cache", self.length)
+        elif count > len(self.length):
+            want = f"a slot for each of {count} sequences"
+            raise ArgumentValueError(expected("slots", want, len(self.length)))
+
     def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
         if slots is None:
-            slots = torch.arange(len(pieces.first), device=self.length.device)
-        checks.slots("slots", slots, len(pieces.first), "the cache", self.length)
+            return torch.arange(len(pieces.first), device=self.length.device)
         return slots.long()
 
     def _each(self) -> list[torch.Tensor]:
@@ -306,6 +320,7 @@ class DeltaRuleCache(LayerCache):
     ) -> torch.Tensor:
         checks.delta_rule(operands, cu_seqlens, scale)
         q, v = operands.q, operands.v
+        self._check("v", v, cu_seqlens, slots)
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         tensors = self.state, *(ring.data for ring in self._kept)
         record = DeltaRecord(tensors, self.grid, self.length, self._kept[0].rows, self.drafts)
@@ -314,12 +329,12 @@ class DeltaRuleCache(LayerCache):
             v.shape[1],
             cu_seqlens,
             slots,
-            q.shape[3] ** -0.5 if scale is None else scale,
+            op_delta.scale_of(q, scale),
             out.flatten(0, 1),
             record,
         )
         if self.drafts:
-            pieces = _pieces("v", v, cu_seqlens)
+            pieces = _pieces(v, cu_seqlens)
             self._appended(self._slots(pieces, slots), pieces.count)
         return out
 
@@ -460,10 +475,8 @@ class LinearAttentionCache:
         for layer in self.layers:
             if not 0 <= checking.integer("rows", rows) <= layer.drafts:
                 raise ArgumentValueError(expected("rows", f"from 0 to {layer.drafts}", rows))
-            spare, want = (
-                layer.spare[which],
-                f"{rows} or more rows that can be dropped in each slot",
-            )
+            spare = layer.spare[which]
+            want = f"{rows} or more rows that can be dropped in each slot"
             checking.values("rows", spare, lambda spare: spare >= rows, want)
             if spare.is_cuda:
                 torch._assert_async((spare >= rows).all(), f"rows: expected {want}")

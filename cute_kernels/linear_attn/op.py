@@ -48,9 +48,8 @@ def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, si
     return main_grad is not None or bias_main_grad is not None
 
 
-def sequences_of(x: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
-    """Sequences of x [B, D, T], a batch or a pack."""
-    batch, _, length = x.shape
+def sequences_of(batch: int, length: int, offsets: torch.Tensor | None) -> Sequences:
+    """Sequences of B x T rows, a batch or a pack."""
     return Sequences(batch * length, length if offsets is None else 0, offsets)
 
 
@@ -78,7 +77,12 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
         read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
         destination.check_no_aliases(main_grad, bias_main_grad, **read)
         out = _channel_last(x)
-        launch(Conv(_rows(x), weight, bias, initial), sequences_of(x, offsets), silu, _rows(out))
+        launch(
+            Conv(_rows(x), weight, bias, initial),
+            sequences_of(x.shape[0], x.shape[2], offsets),
+            silu,
+            _rows(out),
+        )
         return out
 
     return Plan(run)
@@ -108,7 +112,11 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
         dx = _channel_last(x) if of_x else None
         d_initial = x.new_empty(initial.shape) if of_initial else None
         rows = None if dx is None else _rows(dx)
-        operands = Conv(_rows(x), weight, bias, initial), sequences_of(x, offsets), silu
+        operands = (
+            Conv(_rows(x), weight, bias, initial),
+            sequences_of(x.shape[0], x.shape[2], offsets),
+            silu,
+        )
         launch(_rows(dy), *operands, ConvGradients(rows, *sums, d_initial))
         d_weight = sums[0].to(weight.dtype) if of_weight and main_grad is None else None
         d_bias = sums[1].to(bias.dtype) if of_bias and bias_main_grad is None else None

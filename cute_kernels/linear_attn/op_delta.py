@@ -19,7 +19,8 @@ from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
-from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
+from .op import sequences_of
+from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
 
 _ENTRY = "gated_delta_rule"
 
@@ -61,17 +62,13 @@ def _check(*args):
     checks.delta_rule(DeltaRule(*args[:6]), *args[6:8])
 
 
-def _sequences(v: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
-    batch, length = v.shape[:2]
-    return Sequences(batch * length, length if offsets is None else 0, offsets)
-
-
 def _operands(q, k, v, g, beta, initial) -> DeltaRule:
     """Rows [N, ...] of [B, T, ...]: views, or copies where strides allow none."""
     return DeltaRule(*(t.flatten(0, 1) for t in (q, k, v, g, beta)), initial)
 
 
-def _scale(q: torch.Tensor, scale: float | None) -> float:
+def scale_of(q: torch.Tensor, scale: float | None) -> float:
+    """Return the factor of q [B, T, H, K]."""
     return q.shape[3] ** -0.5 if scale is None else scale
 
 
@@ -85,7 +82,7 @@ def _saved(
     k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, on_cpu: bool
 ) -> DeltaSaved:
     rows = v.shape[0] * v.shape[1]  # not Size.numel(), which fixes what torch.compile varies
-    slots = _sequences(v, offsets).slots(config.DELTA_CHUNK) if rows else 0
+    slots = sequences_of(*v.shape[:2], offsets).slots(config.DELTA_CHUNK) if rows else 0
     states = (slots, *_states(k, v, offsets)[1:])
     if on_cpu:
         return DeltaSaved(
@@ -116,9 +113,12 @@ def _plan(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
 
     def run(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
         out, final, *saved = _results(k, v, offsets, with_final, on_cpu)
-        operands, sequences = _operands(q, k, v, g, beta, initial), _sequences(v, offsets)
+        operands, sequences = (
+            _operands(q, k, v, g, beta, initial),
+            sequences_of(*v.shape[:2], offsets),
+        )
         last = Last(final, lag) if with_final else None
-        launch(operands, sequences, _scale(q, scale), out.flatten(0, 1), last, DeltaSaved(*saved))
+        launch(operands, sequences, scale_of(q, scale), out.flatten(0, 1), last, DeltaSaved(*saved))
         return out, final, *saved
 
     return Plan(run)
@@ -155,8 +155,8 @@ def _plan_backward(
         *rows, d_initial = (t if need else None for t, need in zip(results, needs, strict=True))
         rows = [None if t is None else t.flatten(0, 1) for t in rows]
         launch(
-            d_out.flatten(0, 1), d_final, _operands(*inputs), _sequences(v, offsets),
-            _scale(q, scale), saved, DeltaGradients(*rows, d_initial),
+            d_out.flatten(0, 1), d_final, _operands(*inputs), sequences_of(*v.shape[:2], offsets),
+            scale_of(q, scale), saved, DeltaGradients(*rows, d_initial),
         )  # fmt: skip
         return results
 
@@ -197,8 +197,7 @@ _vmap = refuse_vmap(
     "chunk_gated_delta_rule", "is not supported; the batch dimension of q does the same"
 )
 gated_delta_rule = define_op(
-    f"gated_delta_rule({_OPERANDS}, float? scale, bool with_final, "
-    "int lag) "
+    f"gated_delta_rule({_OPERANDS}, float? scale, bool with_final, int lag) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     plan=_plan,

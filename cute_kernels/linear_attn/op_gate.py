@@ -134,7 +134,7 @@ def _plan_decay_gate(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_g
         read = {"a": a, "A_log": A_log, "dt_bias": dt_bias}
         destination.check_no_aliases(A_log_main_grad, dt_bias_main_grad, **read)
         g = _fake_decay_gate(a, A_log, dt_bias, offsets, None, None)
-        launch(Gate(_rows(a), A_log, dt_bias), sequences_of(a.mT, offsets), _rows(g))
+        launch(Gate(_rows(a), A_log, dt_bias), sequences_of(*a.shape[:2], offsets), _rows(g))
         return g
 
     return Plan(run)
@@ -166,7 +166,7 @@ def _plan_decay_gate_backward(dg, a, *others):
             for each, want in zip(parameters, of_parameters, strict=True)
         ]
         gradients = GateGradients(None if da is None else _rows(da), *sums)
-        operands = Gate(_rows(a), A_log, dt_bias), sequences_of(a.mT, offsets)
+        operands = Gate(_rows(a), A_log, dt_bias), sequences_of(*a.shape[:2], offsets)
         launch(_rows(dg), *operands, gradients)
         results = [da] + [
             total.to(parameter.dtype) if total is not None and main_grad is None else None

@@ -20,8 +20,8 @@ from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
-from .op import sum_of
-from .tensors import Last, Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
+from .op import sequences_of, sum_of
+from .tensors import Last, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
 
 _ENTRY = "ssd_scan"
 #: Operands whose gradients are summed over rows, and have a main_grad.
@@ -64,11 +64,6 @@ def _check_each(*args):
     return any(t is not None for t in args[10:13])
 
 
-def _sequences(x: torch.Tensor, offsets: torch.Tensor | None) -> Sequences:
-    batch, length = x.shape[:2]
-    return Sequences(batch * length, length if offsets is None else 0, offsets)
-
-
 def _rows(operands: tuple[torch.Tensor | None, ...]) -> StateSpace:
     """Rows [N, ...] of [B, T, ...]: views, or copies where strides allow none."""
     rows = StateSpace(*operands)
@@ -90,7 +85,7 @@ def _final(x, B, offsets, with_final: bool) -> torch.Tensor:
 
 def _saved(x, B, z, offsets, on_cpu: bool) -> StateSpaceSaved:
     rows = x.shape[0] * x.shape[1]  # not Size.numel(), which fixes what torch.compile varies
-    slots = _sequences(x, offsets).slots(config.SSD_CHUNK) if rows else 0
+    slots = sequences_of(*x.shape[:2], offsets).slots(config.SSD_CHUNK) if rows else 0
     states = (slots, *_state(x, B))
     if on_cpu:
         return StateSpaceSaved(
@@ -125,8 +120,8 @@ def _plan(x, *args):
         x, B, z = operands[0], operands[3], operands[6]
         out, final, *saved = _results(x, B, z, offsets, args[16], on_cpu)
         launch(
-            _rows(operands), _sequences(x, offsets), StepOptions(*options), out.flatten(0, 1),
-            Last(final, args[17]) if args[16] else None, StateSpaceSaved(*saved),
+            _rows(operands), sequences_of(*x.shape[:2], offsets), StepOptions(*options),
+            out.flatten(0, 1), Last(final, args[17]) if args[16] else None, StateSpaceSaved(*saved),
         )  # fmt: skip
         return out, final, *saved
 
@@ -176,8 +171,9 @@ def _plan_backward(d_out, d_final, x, *args):
                 into[i] = sum_of(operands[i], main_grad)
         gradients = _gradient_rows(into)
         launch(
-            d_out.flatten(0, 1), d_final, _rows(operands), _sequences(operands[0], offsets),
-            StepOptions(*args[17:20]), StateSpaceSaved(*saved), gradients,
+            d_out.flatten(0, 1), d_final, _rows(operands),
+            sequences_of(*operands[0].shape[:2], offsets), StepOptions(*args[17:20]),
+            StateSpaceSaved(*saved), gradients,
         )  # fmt: skip
         for i, main_grad in zip(_POSITIONS, main_grads, strict=True):
             if needs[i] and main_grad is None:

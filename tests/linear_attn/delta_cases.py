@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.linear_attn.tensors import DeltaRule, Sequences
+from cute_kernels.linear_attn.tensors import DeltaRule
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
+
+from . import cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -25,24 +27,8 @@ class Case(NamedTuple):
     initial: bool = True
     behind: int = 0  # rows behind the last sequence of a pack
 
-    @property
-    def rows(self) -> int:
-        return self.batch * self.lengths[0] if self.batch else sum(self.lengths) + self.behind
-
-    @property
-    def count(self) -> int:
-        return self.batch or len(self.lengths)
-
-    @property
-    def offsets(self) -> torch.Tensor | None:
-        """cu_seqlens of a pack."""
-        if self.batch:
-            return None
-        return torch.tensor([0, *self.lengths]).cumsum(0).int()
-
-    @property
-    def sequences(self) -> Sequences:
-        return Sequences(self.rows, self.lengths[0] if self.batch else 0, self.offsets)
+    rows, count = cases.Case.rows, cases.Case.count
+    offsets, sequences = cases.Case.offsets, cases.Case.sequences
 
 
 def operands(case: Case, seed: int = 0) -> DeltaRule:

@@ -10,7 +10,7 @@ from cute_kernels.linear_attn.tensors import StateSpace, StepOptions
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
 
-from . import delta_cases
+from . import cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")
@@ -33,8 +33,8 @@ class Case(NamedTuple):
     limit: tuple[float, float] = (0.02, 2.0)
     behind: int = 0  # rows behind the last sequence of a pack
 
-    rows, count = delta_cases.Case.rows, delta_cases.Case.count
-    offsets, sequences = delta_cases.Case.offsets, delta_cases.Case.sequences
+    rows, count = cases.Case.rows, cases.Case.count
+    offsets, sequences = cases.Case.offsets, cases.Case.sequences
 
     @property
     def options(self) -> StepOptions:
