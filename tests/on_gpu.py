@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -24,10 +25,11 @@ def launcher(module: types.ModuleType, device: str = "cuda") -> types.SimpleName
 
 def _through(function: Callable, device: str) -> Callable:
     @functools.wraps(function)
-    def run(*given: object) -> object:
+    def run(*given: object, **options: object) -> object:
         # By identity: a tensor that is given twice is one tensor there too.
         there = {id(t): t.to(device) for t in _tensors(given)}
-        made = _mapped(lambda t: t.cpu(), function(*_mapped(lambda t: there[id(t)], given)))
+        moved = _mapped(lambda t: there[id(t)], given)
+        made = _mapped(lambda t: t.cpu(), function(*moved, **options))
         for before in _tensors(given):
             after = there[id(before)].cpu()
             if not same_bytes(before, after):
@@ -38,7 +40,7 @@ def _through(function: Callable, device: str) -> Callable:
 
 
 def _mapped(function: Callable, value: object) -> object:
-    """Apply ``function`` to tensors, alone or in tuples and lists; the rest stays as it is."""
+    """Apply ``function`` to tensors, alone or in tuples, lists and dataclasses; keep the rest."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -46,7 +48,14 @@ def _mapped(function: Callable, value: object) -> object:
         return type(value)(*out) if hasattr(value, "_fields") else tuple(out)
     if isinstance(value, list):
         return [_mapped(function, part) for part in value]
+    if _is_record(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{n: _mapped(function, v) for n, v in fields.items()})
     return value
+
+
+def _is_record(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -55,3 +64,5 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _tensors(part)
+    elif _is_record(value):
+        yield from _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])

@@ -22,8 +22,8 @@
 
 Engines: `SM90` is the sm_90 code in ptxsim, `INTERPRETER` the source in Triton's interpreter, which
 multiplies the bit patterns of bf16 and truncates where it stores bf16: there private functions of a
-launcher that take ``interpret`` multiply in fp32 and round outside of the kernel.  For any other
-target kernels compile only.
+launcher that take ``interpret`` multiply in fp32 and round outside of the kernel.  `CARD` is the
+machine's GPU, in tests marked so.  For any other target kernels compile only.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
+import torch
 from triton.runtime import interpreter
 
 from cute_kernels import arch
 from ptxsim.skips import requires_core
-from tests import triton_copies, triton_in_numpy
+from tests import on_gpu, triton_copies, triton_in_numpy
 
 from . import triton_harness as harness
 from . import triton_inspect as inspect
 from .old_memory import old_memory
 
-SM90, INTERPRETER = "sm_90", "interpreter"
-ENGINES = SM90, INTERPRETER
+SM90, INTERPRETER, CARD = "sm_90", "interpreter", "card"
+ENGINES = SM90, INTERPRETER, CARD
 TARGETS = harness.TARGETS
 #: Target -> the device that a launcher is told about.
 DEVICES = {
@@ -115,6 +116,9 @@ def _call(check: Callable, args: tuple) -> Callable:
 
 def _marks(engine: str, night: bool) -> list:
     marks = [pytest.mark.sim, requires_core] if engine == SM90 else []
+    if engine == CARD:
+        needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+        marks = [pytest.mark.gpu, needs_gpu]
     return [*marks, pytest.mark.nightly] if night else marks
 
 
@@ -182,6 +186,9 @@ class Runner:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(old_memory())
+            if engine == CARD:
+                yield on_gpu.launcher(self.mutant(*edits))
+                return
             h200 = mock.patch.object(arch, "describe", lambda device: DEVICES["sm_90"])
             stack.enter_context(h200)
             devices = stack.enter_context(harness.guarded())

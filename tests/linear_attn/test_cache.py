@@ -15,13 +15,15 @@ from tests.runtime.cached_calls import drawn
 from . import ssd_cases
 from .delta_cases import BF16, FP32, Case, operands
 
-HEADS, SIZES, CHANNELS = (1, 2), (8, 16), 48
+HEADS, CHANNELS = (1, 2), 48
+#: K and V, or N and P, of a device.
+SIZES = {"cpu": (8, 16), "cuda": (128, 64)}
 LENGTH = 195
 DELTA, MAMBA2 = "gated_delta_rule", "mamba2"
 #: Rows of a chunk.
 CHUNKS = {DELTA: 64, MAMBA2: 128}
 #: Operands of a scan that are no rows.
-A, D, BIAS = -torch.tensor([0.4, 1.5]), drawn(2, seed=92), drawn(2, seed=93, dtype=FP32)
+OF_HEADS = -torch.tensor([0.4, 1.5]), drawn(2, seed=92), drawn(2, seed=93, dtype=FP32)
 STEPS = {"dt_softplus": True, "dt_limit": (0.02, 2.0)}
 
 
@@ -32,8 +34,13 @@ def applied(rule: str, of: object, rows: list[torch.Tensor], **options: object) 
         out = getattr(of, "chunk_gated_delta_rule" if whole else DELTA)(*rows, **options)
         return out[0] if whole else out
     x, dt, B, C, z = rows
-    options |= {"D": D, "z": z, "dt_bias": BIAS, **STEPS}
+    A, D, bias = (t.to(x.device) for t in OF_HEADS)
+    options |= {"D": D, "z": z, "dt_bias": bias, **STEPS}
     return of.mamba_chunk_scan_combined(x, dt, A, B, C, **options)
+
+
+def sizes() -> tuple[int, int]:
+    return SIZES[torch.get_default_device().type]
 
 
 class Sequence:
@@ -43,12 +50,12 @@ class Sequence:
         self.rule = rule
         if rule == DELTA:
             q, k, v, g, beta, _ = operands(
-                Case((length,), heads=HEADS, sizes=SIZES, initial=False), seed
+                Case((length,), heads=HEADS, sizes=sizes(), initial=False), seed
             )
             self.rows = q, k, v, g * 0.1, beta
         else:
             o = ssd_cases.operands(
-                ssd_cases.Case((length,), heads=HEADS, sizes=SIZES[::-1], initial=False), seed
+                ssd_cases.Case((length,), heads=HEADS, sizes=sizes()[::-1], initial=False), seed
             )
             self.rows = o.x, o.dt, o.B, o.C, o.z
         self.x = drawn(length, CHANNELS, seed=seed + 7, dtype=BF16)
@@ -65,7 +72,7 @@ def taps() -> tuple[torch.Tensor, torch.Tensor]:
 
 def new_cache(rule: str, slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
     make = ck.LinearAttentionCache if rule == DELTA else ck.LinearAttentionCache.of_mamba2
-    return make(2, slots, heads=HEADS, sizes=SIZES, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16)
+    return make(2, slots, heads=HEADS, sizes=sizes(), conv=(CHANNELS, 4), drafts=drafts, dtype=BF16)
 
 
 def step(
@@ -189,10 +196,12 @@ CHECKS = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("rule", CHUNKS)
-def test_bytes(rule, name):
-    CHECKS[name](rule)
+def test_bytes(rule, name, device):
+    with torch.device(device):
+        CHECKS[name](rule)
 
 
 def test_batch_of_equal_lengths():
@@ -291,6 +300,13 @@ WRONG = {"layers": 0}, {"slots": 0}, {"drafts": -1}, {"conv": (4, 1)}
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_sizes_are_refused_by_name(wrong):
-    right = {"layers": 1, "slots": 1, "heads": HEADS, "sizes": SIZES, "conv": (4, 4), "dtype": FP32}
+    right = {
+        "layers": 1,
+        "slots": 1,
+        "heads": HEADS,
+        "sizes": sizes(),
+        "conv": (4, 4),
+        "dtype": FP32,
+    }
     with pytest.raises(ArgumentValueError, match=next(iter(wrong))):
         ck.LinearAttentionCache(**right | wrong)

@@ -9,14 +9,15 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.linear_attn.tensors import DeltaRecord, DeltaRule
-from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.triton_runner import (
+    CARD,
     HOPPER,
     INTERPRETER,
     LATE,
     SM90,
     TARGETS,
+    case,
     complaints,
     device_guard,  # noqa: F401  (a fixture)
 )
@@ -95,19 +96,19 @@ def steps(engine: str, *edits, **options) -> None:
         assert kept.length.tolist()[0] == row and kept.grid[0] == max(row - DRAFTS, 0) // 64 * 64
 
 
-ENGINES = {
-    "interpreter": (INTERPRETER, {}),
-    "sm_90": (SM90, HOPPER),
-    "sm_90, late": (SM90, LATE),
-}
-
-
-@requires_core
-@pytest.mark.sim
-@pytest.mark.parametrize("name", ENGINES)
-def test_steps(name):
-    engine, options = ENGINES[name]
+def in_one_engine(_, engine: str, **options: int) -> None:
     steps(engine, **options)
+
+
+CHECKS = [
+    case(engine, in_one_engine, engine, **options)
+    for engine, options in ((INTERPRETER, {}), (SM90, HOPPER), (SM90, LATE), (CARD, {}))
+]
+
+
+@pytest.mark.parametrize(("engine", "check", "options"), CHECKS)
+def test_steps(engine, check, options):
+    check(engine, **options)
 
 
 def test_pack_and_slots_by_place():
