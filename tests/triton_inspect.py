@@ -13,6 +13,8 @@ import torch
 from cute_kernels.gemm import config
 from ptxsim.tests.harness import find_tool
 
+from .unwritten import unwritten
+
 #: Bytes a workgroup, by architecture: LDS on AMD.  CUDA is held to the 99 KiB of sm_86 and sm_89.
 SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 SHARED_LIMIT |= dict.fromkeys(("80", "86", "89", "90"), 99 * 1024)
@@ -63,7 +65,9 @@ def complaints(kernel, dtype: torch.dtype, epilogue: str) -> list[str]:
 
 
 def common_complaints(kernel, stack: int = 0) -> list[str]:
-    """Atomics, TF32, spills beyond so many bytes of stack, too much shared memory."""
+    """Atomics, TF32, spills beyond so many bytes of stack, too much shared memory; on CUDA, what
+    ptxas makes of it.
+    """
     code = text(kernel)
     out = []
     if _ATOMIC.search(code):
@@ -74,6 +78,8 @@ def common_complaints(kernel, stack: int = 0) -> list[str]:
         out.append("shared memory")
     if _spilled(kernel) > stack:
         out.append("spills")
+    if kernel.metadata.target.backend == "cuda" and unwritten(kernel.asm["cubin"]):
+        out.append("a register that nothing wrote")
     return out
 
 

@@ -37,10 +37,11 @@ SSD_CHUNK = 128
 #: v heads of the delta rule and heads of a state space scan, at most: they lie along a dimension of
 #: a grid.
 MAX_HEADS = 65_535
-#: K and V that Triton's kernels take.
-DELTA_GPU_SIZES = 16, 32, 64, 128
+#: K and V that Triton's kernels take.  ptxas 12.8 may break products of narrower tiles: see
+#: docs/notes/linear_attention.md.
+DELTA_GPU_SIZES = 64, 128
 #: P and N that Triton's kernels take.
-SSD_GPU_SIZES = (16, 32, 64), (16, 32, 64, 128)
+SSD_GPU_SIZES = (64,), (64, 128)
 #: Widths of rows that `op_gate.l2norm` takes are multiples of the first, up to the second.
 L2NORM_WIDTHS = 8, 256
 #: eps of the norms of q and k before a delta rule.

@@ -16,7 +16,7 @@ from tests.contract import same_bytes
 from tests.oracles import delta_chunks
 from tests.runtime.cached_calls import drawn
 from tests.triton_runner import (
-    ENGINES,
+    CARD,
     HOPPER,
     INTERPRETER,
     LATE,
@@ -36,6 +36,11 @@ pytestmark = pytest.mark.simulates("linear_attn.triton")
 #: Two chunks and a tail, one row, no row; rows behind the last sequence.
 PACK = Case((70, 0, 1, 130), heads=(1, 2), sizes=(32, 32), behind=3)
 BATCH = Case((67,), batch=2, heads=(2, 2), sizes=(16, 64), beta=FP32, initial=False)
+
+
+def wide(given: Case) -> Case:
+    """The case with sizes that the public function takes on a GPU."""
+    return given._replace(sizes=(128, 64 if given is PACK else 128))
 
 
 def backward(launch, given: Case, o: DeltaRule, of: Forward, slopes=None) -> DeltaGradients:
@@ -61,9 +66,8 @@ def values(launch, given: Case) -> None:
     assert not behind.view(torch.int16).any()
 
 
-def predicted(launch) -> None:
+def predicted(launch, given: Case = PACK) -> None:
     """o and states have the bytes of the written order; decays are powers of two, so exact."""
-    given = PACK
     o = operands(given)
     ties = o.initial.to(BF16).float().view(torch.int32) + 0x8000
     ln2 = 1 / torch.tensor(elementary.LOG2E_FP32[0], dtype=FP32)
@@ -81,9 +85,8 @@ def predicted(launch) -> None:
             assert same_bytes(got.final[s, head], final)
 
 
-def pack_is_alone(launch) -> None:
+def pack_is_alone(launch, given: Case = PACK) -> None:
     """A sequence has the bytes that it has alone; NaN behind the pack reaches nothing."""
-    given = PACK
     o = operands(given)
     behind = slice(sum(given.lengths), None)
     for t in o[:5]:
@@ -100,9 +103,9 @@ def pack_is_alone(launch) -> None:
     assert not got.out[behind].view(torch.int16).any()
 
 
-def parts(launch) -> None:
+def parts(launch, size: int = 16) -> None:
     """Rows computed with those of the open chunk again, from the state before it, as caches do."""
-    given = Case((150,), heads=(1, 1), sizes=(16, 16))
+    given = Case((150,), heads=(1, 1), sizes=(size, size))
     o = slow(given)
     whole = forward(launch, given, o)
     for cut, lag in ((1, 0), (64, 0), (70, 0), (130, 0), (131, 5), (66, 5), (129, 1)):
@@ -119,8 +122,14 @@ def _rows(o: DeltaRule, first: int, end: int) -> DeltaRule:
 
 
 CHECKS = [
-    *(case(engine, values, given) for engine in ENGINES for given in (PACK, BATCH)),
-    *(case(engine, parts) for engine in ENGINES),
+    *(case(engine, values, given) for engine in (SM90, INTERPRETER) for given in (PACK, BATCH)),
+    *(case(engine, parts) for engine in (SM90, INTERPRETER)),
+    *(
+        case(CARD, check, wide(given))
+        for given in (PACK, BATCH)
+        for check in (values, *((predicted, pack_is_alone) if given is PACK else ()))
+    ),
+    case(CARD, parts, 64),
     case(INTERPRETER, pack_is_alone),
     case(SM90, predicted, **HOPPER),
     case(SM90, pack_is_alone, **LATE),
@@ -187,9 +196,8 @@ def gradients(launch, given: Case = PACK) -> None:
         assert a is None or error(a, b) < 1e-2, (name, error(a, b))
 
 
-def gradients_of_a_pack(launch) -> None:
+def gradients_of_a_pack(launch, given: Case = PACK) -> None:
     """Gradients of a sequence have the bytes that they have alone; those behind the pack are 0."""
-    given = PACK
     o, behind = operands(given), slice(sum(given.lengths), None)
     d_out, d_final = upstream(given)
     for t in (*o[:5], d_out):
@@ -215,7 +223,9 @@ def gradients_of_a_pack(launch) -> None:
 
 
 GRADIENTS = [
-    *(case(engine, gradients, given) for engine in ENGINES for given in (PACK, BATCH)),
+    *(case(engine, gradients, given) for engine in (SM90, INTERPRETER) for given in (PACK, BATCH)),
+    *(case(CARD, gradients, wide(given)) for given in (PACK, BATCH)),
+    case(CARD, gradients_of_a_pack, wide(PACK)),
     case(INTERPRETER, gradients_of_a_pack),
     case(SM90, gradients_of_a_pack, **LATE),
 ]
@@ -270,7 +280,7 @@ def everything(given: Case):
     return call
 
 
-@pytest.mark.parametrize("sizes", [(128, 128), (64, 32)])
+@pytest.mark.parametrize("sizes", [(128, 128), (64, 64)])
 @pytest.mark.parametrize("runner", [DELTA, DELTA_BACKWARD], ids=["forward", "backward"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_code(target, runner, sizes):

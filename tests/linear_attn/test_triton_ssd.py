@@ -18,7 +18,7 @@ from tests.contract import same_bytes
 from tests.oracles import ssd_chunks
 from tests.runtime.cached_calls import drawn
 from tests.triton_runner import (
-    ENGINES,
+    CARD,
     HOPPER,
     INTERPRETER,
     LATE,
@@ -82,9 +82,9 @@ def values(launch, given: Case) -> None:
     assert not behind.view(torch.int16).any()
 
 
-def predicted(launch) -> None:
+def predicted(launch, given: Case = PACK) -> None:
     """y and states have the bytes of the written order; decays are powers of two, so exact."""
-    given = PACK._replace(gate=False, bias=False, softplus=False, limit=(-INF, INF))
+    given = given._replace(gate=False, bias=False, softplus=False, limit=(-INF, INF))
     o = operands(given)
     ties = o.initial.to(BF16).float().view(torch.int32) + 0x8000
     ln2 = 1 / torch.tensor(elementary.LOG2E_FP32[0], dtype=FP32)
@@ -104,15 +104,20 @@ def predicted(launch) -> None:
             assert same_bytes(got.final[s, head], final)
 
 
-def pack_is_alone(launch) -> None:
+def wide(given: Case) -> Case:
+    """The case with sizes that the public function takes on a GPU."""
+    return given._replace(sizes=(64, 128 if given is PACK else 64))
+
+
+def pack_is_alone(launch, given: Case = PACK) -> None:
     """A sequence has the bytes that it has alone; NaN behind the pack reaches nothing."""
-    o, behind = nan_behind(PACK, operands(PACK))
-    got = forward(launch, PACK, o)
-    for s, (first, end) in enumerate(PACK.sequences.bounds()):
+    o, behind = nan_behind(given, operands(given))
+    got = forward(launch, given, o)
+    for s, (first, end) in enumerate(given.sequences.bounds()):
         if end == first:
             assert same_bytes(got.final[s], o.initial[s])
             continue
-        alone = forward(launch, *part(PACK, o, s))
+        alone = forward(launch, *part(given, o, s))
         assert same_bytes(alone.out, got.out[first:end])
         assert same_bytes(alone.final[0], got.final[s])
     assert not got.out[behind].view(torch.int16).any()
@@ -135,9 +140,9 @@ def part(given: Case, o: StateSpace, s: int) -> tuple[Case, StateSpace]:
     return given._replace(lengths=(end - first,), batch=1, behind=0), own
 
 
-def parts(launch) -> None:
+def parts(launch, sizes: tuple[int, int] = (16, 16)) -> None:
     """Rows of a sequence that stops, and goes on from the state of its last whole chunk."""
-    given = Case((260,), batch=1, heads=(1, 1), sizes=(16, 16))
+    given = Case((260,), batch=1, heads=(1, 1), sizes=sizes)
     o = slow(given)
     whole = forward(launch, given, o)
     for cut, lag in ((1, 0), (128, 0), (140, 0), (131, 5), (259, 0)):
@@ -152,8 +157,11 @@ def parts(launch) -> None:
 
 
 CHECKS = [
-    *(case(engine, values, given) for engine in ENGINES for given in (PACK, BATCH)),
-    *(case(engine, pack_is_alone) for engine in ENGINES),
+    *(case(engine, values, given) for engine in (SM90, INTERPRETER) for given in (PACK, BATCH)),
+    *(case(engine, pack_is_alone) for engine in (SM90, INTERPRETER)),
+    *(case(CARD, values, wide(given)) for given in (PACK, BATCH)),
+    *(case(CARD, check, wide(PACK)) for check in (predicted, pack_is_alone)),
+    case(CARD, parts, (64, 64)),
     case(INTERPRETER, parts),
     case(SM90, parts, night=True),
     case(SM90, predicted, **HOPPER),
@@ -257,9 +265,8 @@ def large_steps(launch) -> None:
     assert not got.x[5::9].any()
 
 
-def gradients_of_a_pack(launch) -> None:
+def gradients_of_a_pack(launch, given: Case = PACK) -> None:
     """Gradients of a sequence, and sums of all, have the bytes of sequences one by one."""
-    given = PACK
     o, behind = nan_behind(given, operands(given))
     d_out, d_final = upstream(given)
     d_out[behind] = float("nan")
@@ -291,8 +298,10 @@ def saved_by(given: Case, o: StateSpace) -> Forward:
 
 
 GRADIENTS = [
-    *(case(engine, gradients, given) for engine in ENGINES for given in (PACK, BATCH)),
-    *(case(engine, large_steps) for engine in ENGINES),
+    *(case(engine, gradients, given) for engine in (SM90, INTERPRETER) for given in (PACK, BATCH)),
+    *(case(engine, large_steps) for engine in (SM90, INTERPRETER)),
+    *(case(CARD, gradients, wide(given)) for given in (PACK, BATCH)),
+    case(CARD, gradients_of_a_pack, wide(PACK)),
     case(INTERPRETER, gradients_of_a_pack),
     case(SM90, gradients_of_a_pack, **LATE, night=True),
 ]
@@ -378,7 +387,7 @@ def everything(given: Case):
 ALLOWED = {"matrix instruction", "a sum in the order of the compiler", "spills"}
 
 
-@pytest.mark.parametrize("sizes", [(64, 128), (32, 64)])
+@pytest.mark.parametrize("sizes", [(64, 128), (64, 64)])
 @pytest.mark.parametrize("runner", [SSD, SSD_BACKWARD], ids=["forward", "backward"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_code(target, runner, sizes):

@@ -30,11 +30,13 @@ pytestmark = pytest.mark.simulates("linear_attn.triton")
 
 LENGTH, DRAFTS, SLOTS = 140, 3, 3
 CASE = Case((LENGTH,), batch=1, heads=(1, 2), sizes=(16, 32), initial=False)
+#: With sizes that the public function takes on a GPU.
+WIDE = CASE._replace(sizes=(128, 64))
 
 
-def record(drafts: int = DRAFTS, poison: float = float("nan")) -> DeltaRecord:
+def record(given: Case = CASE, drafts: int = DRAFTS, poison: float = float("nan")) -> DeltaRecord:
     """An empty record of slots; rings hold what memory may."""
-    rows, (k_heads, heads), (k, v) = 64 + 2 * drafts, CASE.heads, CASE.sizes
+    rows, (k_heads, heads), (k, v) = 64 + 2 * drafts, given.heads, given.sizes
     state = torch.full((SLOTS, heads, k, v), poison)
     state[:2] = 0
     shapes = ((k_heads, k), BF16), ((heads, v), BF16), ((heads,), FP32), ((heads,), FP32)
@@ -43,8 +45,8 @@ def record(drafts: int = DRAFTS, poison: float = float("nan")) -> DeltaRecord:
     return DeltaRecord((state, *rings), *counters, rows, drafts)
 
 
-def slow(seed: int = 0) -> DeltaRule:
-    o = operands(CASE, seed)
+def slow(seed: int = 0, given: Case = CASE) -> DeltaRule:
+    o = operands(given, seed)
     return o._replace(g=o.g * 0.05)
 
 
@@ -57,7 +59,8 @@ def at_chunk(kept: DeltaRecord, o: DeltaRule, row: int, engine: str, options: di
     grid = max(row - kept.drafts, 0) // 64 * 64
     if grid:
         with DELTA.running(engine, **options) as launch:
-            given = CASE._replace(lengths=(row,))
+            k, v = o.k.shape[2], o.v.shape[2]
+            given = CASE._replace(lengths=(row,), sizes=(k, v))
             start = forward(launch, given, DeltaRule(*part(o, 0, row), None), kept.drafts)
         kept.tensors[0][:2] = start.final
     for slot in (0, 1):
@@ -75,13 +78,13 @@ def step(launch, kept: DeltaRecord, rows: list[list[torch.Tensor]], slots=None) 
     return out.unflatten(0, (len(rows), -1))
 
 
-def steps(engine: str, *edits, **options) -> None:
+def steps(engine: str, *edits, given: Case = CASE, **options) -> None:
     """Rows alone and drafts that are dropped again, across blocks and the end of a chunk."""
-    o, other = slow(), slow(40)
+    o, other = slow(0, given), slow(40, given)
     with DELTA.running(engine, **options) as launch:
-        whole = forward(launch, CASE, o).out
+        whole = forward(launch, given, o).out
     for row, offered in ((0, (1, 4, 1)), (61, (1, 4, 2, 1, 4)), (126, (2, 4, 4))):
-        kept = record()
+        kept = record(given)
         at_chunk(kept, o, row, engine, options)
         with DELTA_STEP.running(engine, *edits, **options) as launch:
             for count in offered:
@@ -96,13 +99,15 @@ def steps(engine: str, *edits, **options) -> None:
         assert kept.length.tolist()[0] == row and kept.grid[0] == max(row - DRAFTS, 0) // 64 * 64
 
 
-def in_one_engine(_, engine: str, **options: int) -> None:
-    steps(engine, **options)
+def in_one_engine(_, engine: str, given: Case = CASE, **options: int) -> None:
+    steps(engine, given=given, **options)
 
 
 CHECKS = [
-    case(engine, in_one_engine, engine, **options)
-    for engine, options in ((INTERPRETER, {}), (SM90, HOPPER), (SM90, LATE), (CARD, {}))
+    case(INTERPRETER, in_one_engine, INTERPRETER),
+    case(SM90, in_one_engine, SM90, **HOPPER),
+    case(SM90, in_one_engine, SM90, **LATE),
+    case(CARD, in_one_engine, CARD, WIDE),
 ]
 
 
@@ -150,7 +155,7 @@ def test_killed(name):
 @pytest.mark.parametrize("target", TARGETS)
 def test_code(target):
     """No atomics, nothing fused, offsets of 64 bits, in every target."""
-    o, kept = slow(), record()
+    o, kept = slow(0, WIDE), record(WIDE)
 
     def call() -> None:
         launch = DELTA_STEP.launch

@@ -12,7 +12,7 @@ from ...log import contiguous
 from ..config import DELTA_CHUNK
 from ..tensors import DeltaRule, DeltaSaved, Last, Sequences
 from . import kernel_delta as kernels
-from .plan import TRITON, chain_columns
+from .plan import TRITON
 
 NAME = "chunk_gated_delta_rule"
 
@@ -34,7 +34,7 @@ def delta_rule(
     options = {"num_warps": TRITON.delta_warps, "enable_fp_fusion": TRITON.fp_fusion}
     sizes = sequences.rows, sequences.length, sequences.count
     slots = sequences.slots(DELTA_CHUNK)
-    chain = chain_columns(values, heads, sequences.count)
+    chain = min(values, TRITON.chain_columns)
     output = min(values, TRITON.output_columns)
     with torch.cuda.device(q.device):
         kernels.inner_kernel[(slots, heads)](

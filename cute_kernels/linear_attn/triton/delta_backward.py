@@ -9,7 +9,7 @@ from ..config import DELTA_CHUNK, DELTA_PART
 from ..tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
 from . import kernel_delta_backward as kernels
 from .delta import NAME, loadable
-from .plan import TRITON, chain_columns
+from .plan import TRITON
 
 
 def delta_rule_backward(
@@ -33,7 +33,7 @@ def delta_rule_backward(
     fusion = {"enable_fp_fusion": TRITON.fp_fusion}
     sizes = sequences.rows, sequences.length, sequences.count
     strides = [s for t in (q, k, d_out) for s in t.stride()[:2]]
-    columns = chain_columns(values, heads, sequences.count)
+    columns = min(values, TRITON.chain_columns)
     slots, offsets = sequences.slots(DELTA_CHUNK), sequences.offsets
     du, dr = torch.empty_like(saved.u), torch.empty_like(saved.u)
     d_states = torch.empty_like(saved.states)

@@ -16,8 +16,8 @@ class TritonPlan:
         chunks; groups of slots that it loads together.
     norm_rows: Rows of a program of l2norm.
     gate_elements: Elements of a program of the decay.
-    chain_columns, output_columns: Columns of V of a program of the delta rule, at most; half of the
-        first where few programs would be left, below chain_programs.
+    chain_columns, output_columns: Columns of V of a program of the delta rule, at most.  Fewer than
+        64 are not safe, see `config.DELTA_GPU_SIZES`.
     chain_stages: Chunks whose loads are under way in those programs.
     delta_warps, gradient_warps, part_warps, step_warps: Warps of its programs; of those behind the
         chain in its backward, of dq's and dk's; of decoding.
@@ -40,7 +40,6 @@ class TritonPlan:
     norm_rows: int = 16
     gate_elements: int = 512
     chain_columns: int = 64
-    chain_programs: int = 132
     chain_stages: int = 2
     output_columns: int = 64
     delta_warps: int = 4
@@ -93,10 +92,3 @@ class GatedNormPlan:
 
 
 GATED_NORM = GatedNormPlan()
-
-
-def chain_columns(values: int, heads: int, sequences: int) -> int:
-    """Columns of V of a program that goes through the chunks of a sequence."""
-    columns = min(values, TRITON.chain_columns)
-    few = sequences * heads * (values // columns) < TRITON.chain_programs
-    return columns // 2 if few and columns > 16 else columns
