@@ -41,7 +41,7 @@ from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.operands import flat_rows
 from ..runtime.plan_cache import LEGACY_VMAP, Plan
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 
 _C = torch._C
@@ -278,11 +278,8 @@ def _setup_linear(ctx, inputs, output):
 
 def _backward_linear(ctx, dy):
     x, weight = ctx.saved_tensors
-    if ctx.main_grad is not None and torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.linear: double backward (create_graph=True) is not available with "
-            "main_grad, as a gradient's part of it would go to weight.grad; leave main_grad out"
-        )
+    if ctx.main_grad is not None:
+        refuse_double("linear", destination.NO_SECOND_GRADIENT)
     needs = ctx.needs_input_grad[:3]
     at_once = ctx.main_grad is None and sum(needs) > 1 and not torch.is_grad_enabled()
     if at_once and not _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP):
@@ -367,24 +364,19 @@ def _backward_skinny(ctx, dy):
     return dx, dw, db, None
 
 
-def _setup_two(ctx, inputs, output):
-    first, second, ctx.order = inputs
-    ctx.save_for_backward(first, second)
-
-
 def _backward_dx(ctx, g):
     dy, weight = ctx.saved_tensors
     needs_dy, needs_weight = ctx.needs_input_grad[:2]
-    d_dy = linear(g, weight, None, None, ctx.order) if needs_dy else None
-    d_weight = linear_dw(dy, g, ctx.order) if needs_weight else None
+    d_dy = linear(g, weight, None, None, *ctx.options) if needs_dy else None
+    d_weight = linear_dw(dy, g, *ctx.options) if needs_weight else None
     return d_dy, d_weight, None
 
 
 def _backward_dw(ctx, g):
     dy, x = ctx.saved_tensors
     needs_dy, needs_x = ctx.needs_input_grad[:2]
-    d_dy = linear(x, g, None, None, ctx.order) if needs_dy else None
-    d_x = linear_dx(dy, g, ctx.order) if needs_x else None
+    d_dy = linear(x, g, None, None, *ctx.options) if needs_dy else None
+    d_x = linear_dx(dy, g, *ctx.options) if needs_x else None
     return d_dy, d_x, None
 
 
@@ -410,18 +402,16 @@ def _vmap_rows(call):
     return vmap
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels: torch.func.vmap over a weight or bias gradient is not supported: it is one "
-        "ordered sum over all tokens.  Loop over the mapped dimension instead."
-    )
-
-
-def _vmap_refused_of_rows(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.skinny_linear: torch.func.vmap is not supported, as the mapped dimension "
-        "would add rows; call cute_kernels.linear(order='tree'), whose bytes are the same"
-    )
+_vmap_refused = refuse_vmap(
+    "linear",
+    "over a weight or bias gradient is not supported: it is one ordered sum over all tokens.  Loop "
+    "over the mapped dimension instead.",
+)
+_vmap_refused_of_rows = refuse_vmap(
+    "skinny_linear",
+    "is not supported, as the mapped dimension would add rows; call "
+    "cute_kernels.linear(order='tree'), whose bytes are the same",
+)
 
 
 linear = define_op(
@@ -450,7 +440,6 @@ linear_dx = define_op(
     "linear_dx(Tensor dy, Tensor weight, str order) -> Tensor",
     plan=_plan_dx,
     fake=lambda dy, w, order: dy.new_empty(*dy.shape[:-1], w.shape[1]),
-    setup=_setup_two,
     backward=_backward_dx,
     vmap=_vmap_rows(lambda *args: linear_dx(*args)),
 )
@@ -458,7 +447,6 @@ linear_dw = define_op(
     "linear_dw(Tensor dy, Tensor x, str order) -> Tensor",
     plan=_plan_dw,
     fake=lambda dy, x, order: dy.new_empty(dy.shape[-1], x.shape[-1]),
-    setup=_setup_two,
     backward=_backward_dw,
     vmap=_vmap_refused,
 )

@@ -35,7 +35,7 @@ from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
-from ..runtime.torch_ops import detach_view
+from ..runtime.torch_ops import detach_view, refuse_double
 from ..schedulers.tiles import leaves
 from . import leaf_exchange
 from .leaf_exchange import Sizes
@@ -372,13 +372,6 @@ def cut_at_leaves(name: str, size: int, degree: int) -> None:
         raise ShapeError(expected(name, want, size))
 
 
-def no_double_backward(name: str) -> None:
-    """Refuse a backward that makes a graph: its gradient would have to be added over ranks."""
-    if torch.is_grad_enabled():
-        want = "double backward (create_graph=True) is not supported"
-        raise UnsupportedTransformError(f"{name}: {want}")
-
-
 # ---- forward and backward -----------------------------------------------------------------------
 
 
@@ -401,7 +394,7 @@ class _Parallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         product = ctx.product
-        no_double_backward(product.names[0 if ctx.cuts_k else 1])
+        refuse_double(product.names[0 if ctx.cuts_k else 1])
         x, weight, *offsets = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         dx = None

@@ -22,12 +22,11 @@ import torch
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..cpu.ieee import ieee_on
-from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation, Launches, plan_launches
 from ..runtime.operands import flat_rows, padded_width
-from ..runtime.torch_ops import define_op, refuse_vmap
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import chunks, config
 from .chunks import Needs, Pass
 from .tensors import Head, Logits, Rows, Upstream
@@ -242,10 +241,8 @@ def _setup_linear_logp(ctx, inputs, output):
 
 
 def _backward_linear_logp(ctx, d_logp, _, d_entropy, __):
-    if ctx.main_grad is not None and torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.linear_logp: double backward (create_graph=True) is not available"
-        )
+    if ctx.main_grad is not None:
+        refuse_double("linear_logp")
     needs = list(ctx.needs_input_grad[:3])
     target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
     needs[1] = target.wanted

@@ -21,12 +21,11 @@ import torch
 
 from .. import contracts
 from ..cpu.ieee import ieee_on
-from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, plan_cache
 from ..runtime.dispatch import plan_launches
 from ..runtime.operands import flat_rows
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op, refuse_vmap
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config, op
 from .chunks import Needs, Pass
 from .policy_checks import GIVEN, Choices, Numbers, PolicyProblem
@@ -169,11 +168,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, upstream, *_):
-    if torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.linear_policy_loss: double backward (create_graph=True) is not "
-            "available: its gradients are made in the forward"
-        )
+    refuse_double("linear_policy_loss", ": its gradients are made in the forward")
     saved = ctx.saved_tensors
     # The graph's last backward gives the saved tensors away; another one reads them again.
     scaled = _scale_in_place if ctx.drops and _is_last(upstream, saved) else scale_gradient

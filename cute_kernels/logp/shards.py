@@ -13,12 +13,13 @@ import struct
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentValueError, RankError, ShapeError, UnsupportedTransformError, expected
+from ..errors import ArgumentValueError, RankError, ShapeError, expected
 from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Launches
 from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
+from ..runtime.torch_ops import refuse_double
 from ..schedulers.tiles import leaves
 from . import checks, chunks, config, exact, op
 from .chunks import Needs, Pass
@@ -126,10 +127,7 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
-        if torch.is_grad_enabled():
-            raise UnsupportedTransformError(
-                "linear_logp: double backward (create_graph=True) is not supported"
-            )
+        refuse_double("linear_logp")
         hidden, weight, bias, lse2, entropy = ctx.saved_tensors
         needs = Needs(*ctx.needs_input_grad[:3])
         d_entropy = d_entropy if ctx.entropy else None

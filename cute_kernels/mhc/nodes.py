@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import UnsupportedTransformError
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Launches, plan_launches
-from ..runtime.torch_ops import define_op, own_result
+from ..runtime.torch_ops import define_op, own_result, refuse_double, refuse_vmap
 from .config import mappings
 from .tensors import Gates, Mapping, Parts
 
@@ -31,10 +30,7 @@ def define(schema: str, function: Callable, **options: object) -> Callable:
     return define_op(schema, plan=plan_launches(function), vmap=_vmap_refused, **options)
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.mhc: torch.func.vmap is not supported; leading dimensions do the same"
-    )
+_vmap_refused = refuse_vmap("mhc", "is not supported; leading dimensions do the same")
 
 
 class Backward(NamedTuple):
@@ -137,7 +133,7 @@ class Node:
 
     def backward(self, ctx, *upstream: torch.Tensor | None, **unsaved: torch.Tensor) -> tuple:
         """Return a gradient of each input; ``unsaved``: the tensors that `setup` did not save."""
-        refuse_double(self.function)
+        refuse_double(f"mhc.{self.function}")
         if len(upstream) == 1 and upstream[0] is None:
             return (None,) * len(ctx.tensors)
         targets = destination.targets(ctx, ctx.tensors, ctx.main_grads, upstream)
@@ -202,14 +198,6 @@ def _slices(*each: Sequence) -> list[slice]:
 
 def _tuple(results: object) -> tuple:
     return results if isinstance(results, tuple) else (results,)
-
-
-def refuse_double(function: str) -> None:
-    """Refuse to differentiate a backward."""
-    if torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            f"cute_kernels.mhc.{function}: double backward (create_graph=True) is not available"
-        )
 
 
 def check_no_alias(

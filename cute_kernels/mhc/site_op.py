@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.dispatch import Launches
+from ..runtime.torch_ops import refuse_double
 from . import config, nodes, recompute
 from .op import expand_gradients
 from .tensors import Expand, Gates, Mapping, Projected, Sinkhorn, Streams, Upstream
@@ -164,7 +165,7 @@ class _Mix(nodes.Node):
             ctx.mark_non_differentiable(*output[-3:])
 
     def backward(self, ctx, *upstream):
-        nodes.refuse_double(self.function)
+        refuse_double(f"mhc.{self.function}")
         unsaved = {} if ctx.position is None else {"x": ctx.position.take()}
         return super().backward(ctx, *upstream, **unsaved)
 

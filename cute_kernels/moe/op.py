@@ -24,12 +24,11 @@ import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op, refuse_vmap
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -179,12 +178,8 @@ def _setup_linear(ctx, inputs, output):
 
 def _backward_linear(ctx, dy):
     x, weight, offsets = ctx.saved_tensors
-    if ctx.main_grad is not None and torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.grouped_linear: double backward (create_graph=True) is not available "
-            "with main_grad, as a gradient's part of it would go to weight.grad; leave main_grad "
-            "out"
-        )
+    if ctx.main_grad is not None:
+        refuse_double("grouped_linear", destination.NO_SECOND_GRADIENT)
     needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
     dx = grouped_dx(dy, weight, offsets, ctx.order) if needs_x else None
     dw = weight_gradient(ctx, dy, x, offsets) if needs_weight else None
@@ -204,24 +199,19 @@ def weight_gradient(ctx, dy, x, offsets) -> torch.Tensor | None:
     return grouped_dw(dy, x, offsets, ctx.order) if target.returned else None
 
 
-def _setup_two(ctx, inputs, output):
-    *tensors, ctx.order = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _backward_dx(ctx, g):
     dy, weight, offsets = ctx.saved_tensors
     needs_dy, needs_weight = ctx.needs_input_grad[:2]
-    d_dy = grouped_linear(g, weight, offsets, None, None, ctx.order) if needs_dy else None
-    d_weight = grouped_dw(dy, g, offsets, ctx.order) if needs_weight else None
+    d_dy = grouped_linear(g, weight, offsets, None, None, *ctx.options) if needs_dy else None
+    d_weight = grouped_dw(dy, g, offsets, *ctx.options) if needs_weight else None
     return d_dy, d_weight, None, None
 
 
 def _backward_dw(ctx, g):
     dy, x, offsets = ctx.saved_tensors
     needs_dy, needs_x = ctx.needs_input_grad[:2]
-    d_dy = grouped_linear(x, g, offsets, None, None, ctx.order) if needs_dy else None
-    d_x = grouped_dx(dy, g, offsets, ctx.order) if needs_x else None
+    d_dy = grouped_linear(x, g, offsets, None, None, *ctx.options) if needs_dy else None
+    d_x = grouped_dx(dy, g, offsets, *ctx.options) if needs_x else None
     return d_dy, d_x, None, None
 
 
@@ -258,14 +248,12 @@ grouped_dx = define(
     "grouped_dx(Tensor dy, Tensor weight, Tensor offsets, str order) -> Tensor",
     plan=_plan_dx,
     fake=lambda dy, w, offsets, order: dy.new_empty(dy.shape[0], w.shape[2]),
-    setup=_setup_two,
     backward=_backward_dx,
 )
 grouped_dw = define(
     "grouped_dw(Tensor dy, Tensor x, Tensor offsets, str order) -> Tensor",
     plan=_plan_dw,
     fake=lambda dy, x, offsets, order: dy.new_empty(_weight_shape(dy, x, offsets)),
-    setup=_setup_two,
     backward=_backward_dw,
 )
 grouped_dw_ = define(

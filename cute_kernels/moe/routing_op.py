@@ -105,14 +105,8 @@ def _setup_scores(ctx, inputs, output):
     ctx.save_for_backward(logits, output)
 
 
-def _setup_weights(ctx, inputs, output):
-    scores, indices, ctx.normalize, ctx.scale = inputs
-    ctx.save_for_backward(scores, indices)
-
-
 def _backward_weights(ctx, dweights):
-    operands = *ctx.saved_tensors, ctx.normalize, ctx.scale
-    return weights_backward(dweights, *operands), None, None, None
+    return weights_backward(dweights, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 scores = define(
@@ -134,7 +128,6 @@ select = _define_launch(
 weights = _define_launch(
     "moe_weights(Tensor scores, Tensor indices, bool normalize, float scale) -> Tensor",
     fake=lambda scores, indices, normalize, scale: scores.new_empty(indices.shape),
-    setup=_setup_weights,
     backward=_backward_weights,
 )
 slot_weights = _define_launch(
@@ -249,10 +242,6 @@ def _run_balance_backward(d_loss, scores, indices):
         return (factors * d_loss).expand(scores.shape).contiguous()
 
 
-def _setup_loss(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _log_sums(logits: torch.Tensor) -> torch.Tensor:
     """ln Σ e^x of each row: the largest x less the largest log-probability; fp32 [T, 1]."""
     log_p = _launch("log_softmax", logits.device, logits.dtype, logits, torch.float32)
@@ -278,7 +267,6 @@ balance_loss = define(
     "moe_balance_loss(Tensor scores, Tensor indices) -> Tensor",
     _run_balance,
     fake=lambda scores, indices: scores.new_empty(()),
-    setup=_setup_loss,
     backward=lambda ctx, g: (balance_loss_backward(g, *ctx.saved_tensors), None),
 )
 balance_loss_backward = define(
@@ -290,7 +278,6 @@ z_loss = define(
     "moe_z_loss(Tensor logits) -> Tensor",
     _run_z_loss,
     fake=lambda logits: logits.new_empty((), dtype=torch.float32),
-    setup=_setup_loss,
     backward=lambda ctx, g: (z_loss_backward(g, *ctx.saved_tensors),),
 )
 z_loss_backward = define(

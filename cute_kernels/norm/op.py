@@ -19,12 +19,11 @@ import torch
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..compile.call import Program, allocator
-from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 from .checks import DTYPES, Operands
 from .config import LAYER, RMS
@@ -278,10 +277,7 @@ def _backward_in_steps(ctx, dy, dh, *_):
 
 def _node_gradients(ctx, dy, dh, saved):
     """Return the gradients of a node's inputs."""
-    if torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.norm: double backward (create_graph=True) is not available"
-        )
+    refuse_double("norm")
     h, mean, rstd, weight, bias = saved
     if ctx.numbers[0] == RMS:
         # Not by its size, which a compiled graph need not know.
@@ -316,10 +312,7 @@ def _add_gradients(ctx, dy, dh, h, mean, rstd, weight, bias, needs_rows):
     return d_x, sums
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.norm: torch.func.vmap is not supported; leading dimensions of x do the same"
-    )
+_vmap_refused = refuse_vmap("norm", "is not supported; leading dimensions of x do the same")
 
 
 _OPERANDS = (

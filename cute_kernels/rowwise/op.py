@@ -24,13 +24,12 @@ from torch.compiler import is_dynamo_compiling
 from .. import contracts
 from ..arch import CPU, TRITON
 from ..cpu.ieee import ieee_on
-from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.operands import empty_rows_like, flat_rows
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 
 _C = torch._C
@@ -108,11 +107,7 @@ def _rows_only(call: Callable) -> Callable:
     return vmap
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels: torch.func.vmap over this op is not supported; its leading dimensions do "
-        "the same"
-    )
+_vmap_refused = refuse_vmap("rowwise", "is not supported; leading dimensions do the same")
 
 
 # ---- elementwise functions -----------------------------------------------------------------------
@@ -141,16 +136,6 @@ def _plan_activation_backward(dy, x, kind):
     return _plan_elements(f"{_OP_OF[kind]}_backward", dy, x, kind)
 
 
-def _setup_activation(ctx, inputs, output):
-    x, ctx.kind = inputs
-    ctx.save_for_backward(x)
-
-
-def _backward_activation(ctx, dy):
-    (x,) = ctx.saved_tensors
-    return activation_backward(dy, x, ctx.kind), None
-
-
 def _gated_entry(kind: str, steps: bool) -> str:
     return f"{_OP_OF[kind]}_mul" + "_in_steps" * steps
 
@@ -167,11 +152,6 @@ def _fake_gated_backward(dy, gate, up, kind, steps):
     return _like(gate), _like(up)
 
 
-def _setup_gated(ctx, inputs, output):
-    gate, up, *ctx.options = inputs
-    ctx.save_for_backward(gate, up)
-
-
 def _backward_gated(ctx, dy):
     gradients = gated_backward(dy, *ctx.saved_tensors, *ctx.options)
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
@@ -183,8 +163,7 @@ activation = define_op(
     check=lambda x, kind: checks.element(_OP_OF[kind], x),
     plan=_plan_activation,
     fake=lambda x, kind: _like(x),
-    setup=_setup_activation,
-    backward=_backward_activation,
+    backward=lambda ctx, dy: (activation_backward(dy, *ctx.saved_tensors, *ctx.options), None),
     vmap=_rows_only(lambda *args: activation(*args)),
 )
 activation_backward = define_op(
@@ -198,7 +177,6 @@ gated = define_op(
     check=lambda gate, up, kind, steps: checks.gated(f"{_OP_OF[kind]}_mul", gate, up),
     plan=_plan_gated,
     fake=lambda gate, up, kind, steps: _like(gate),
-    setup=_setup_gated,
     backward=_backward_gated,
     vmap=_rows_only(lambda *args: gated(*args)),
 )
@@ -239,10 +217,6 @@ def _setup_softmax(ctx, inputs, output):
     ctx.save_for_backward(output)
 
 
-def _setup_log_softmax(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0])
-
-
 softmax = define_op(
     "softmax(Tensor x, ScalarType dtype) -> Tensor",
     lambda x, dtype: _over_rows("softmax", x, (dtype,), dtype),
@@ -261,7 +235,6 @@ log_softmax = define_op(
     "log_softmax(Tensor x, ScalarType dtype) -> Tensor",
     lambda x, dtype: _over_rows("log_softmax", x, (dtype,), dtype),
     fake=_like,
-    setup=_setup_log_softmax,
     backward=lambda ctx, dy: (log_softmax_backward(dy, *ctx.saved_tensors), None),
     vmap=_rows_only(lambda *args: log_softmax(*args)),
 )
@@ -470,11 +443,8 @@ def _setup_embedding(ctx, inputs, output):
 
 
 def _backward_embedding(ctx, dy):
-    if ctx.main_grad is not None and torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.embedding: double backward (create_graph=True) is not available with "
-            "main_grad"
-        )
+    if ctx.main_grad is not None:
+        refuse_double("embedding", " with main_grad")
     (ids,) = ctx.saved_tensors
     target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (dy,))[1]
     if target.into is not None:

@@ -33,6 +33,10 @@ _FSDP2 = (
     "none under fully_shard, which reduces weight.grad and gathers a parameter that has no "
     f"attributes of yours (leave main_grad out and remove weight.main_grad: {_RECIPE})"
 )
+#: What follows a refusal to differentiate a gradient again beside a main_grad.
+NO_SECOND_GRADIENT = (
+    " with main_grad, as a gradient's part of it would go to weight.grad; leave main_grad out"
+)
 
 
 def check(

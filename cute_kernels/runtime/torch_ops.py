@@ -48,7 +48,8 @@ def _check_nothing(*_) -> None:
 class Transforms(TypedDict, total=False):
     """Functions of an op for autograd, vmap and autocast.
 
-    setup: ``setup(ctx, inputs, output)`` saves what backward needs.
+    setup: ``setup(ctx, inputs, output)`` saves what backward needs.  Without one all tensors among
+        the inputs are saved, and ``ctx.options`` has the other inputs.
     backward: ``backward(ctx, *grads)`` returns a tuple: a gradient or None per input, also of one
         input.  Without one the op refuses inputs that require a gradient.
     vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
@@ -69,6 +70,13 @@ def refuse_vmap(function: str, why: str) -> Callable:
         raise UnsupportedTransformError(f"cute_kernels.{function}: torch.func.vmap {why}")
 
     return refused
+
+
+def refuse_double(function: str, why: str = "") -> None:
+    """Refuse a backward that makes a graph; ``why``: when or why, and what to do instead."""
+    if torch.is_grad_enabled():
+        want = "double backward (create_graph=True) is not available"
+        raise UnsupportedTransformError(f"cute_kernels.{function}: {want}{why}")
 
 
 def define_op(
@@ -117,7 +125,8 @@ def define_op(
     if "backward" not in transforms:
         autograd, apply = _no_gradient(op, below), None
     else:
-        apply = _node(op, transforms["setup"], transforms["backward"])
+        setup = transforms.get("setup") or _save_tensors(types)
+        apply = _node(op, setup, transforms["backward"])
         autograd = _autograd(op, apply, below)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
     cast = frozenset(transforms.get("autocast_args", ()))
@@ -129,6 +138,18 @@ def define_op(
     if op._schema.is_mutable or "Tensor" not in types:
         return op
     return _entrance(op, apply, types.index("Tensor"), planned, check_each)
+
+
+def _save_tensors(types: Sequence[str]) -> Callable:
+    """Return the ``setup`` of an op that gives none; types: of its arguments, in its schema."""
+    are_tensors = ["Tensor" in kind for kind in types]
+
+    def setup(ctx, inputs, output):
+        pairs = list(zip(inputs, are_tensors, strict=True))
+        ctx.save_for_backward(*(value for value, is_tensor in pairs if is_tensor))
+        ctx.options = [value for value, is_tensor in pairs if not is_tensor]
+
+    return setup
 
 
 #: Types without ``__torch_function__``: calls of others go to the dispatcher.

@@ -53,7 +53,7 @@ from ..runtime.caching import capturing
 from ..runtime.dispatch import Implementation
 from ..runtime.dynamo import untraced
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config, lowering
 from .kv_ranges import on_device, ranges
 from .masks import Order
@@ -411,11 +411,11 @@ def _refuse_double_backward(ctx, *grads):
     )
 
 
-def _refuse_vmap(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        f"cute_kernels.{NAME}: torch.func.vmap is not supported; make the mapped dimension part of "
-        "the batch, which each output row is independent of"
-    )
+_refuse_vmap = refuse_vmap(
+    NAME,
+    "is not supported; make the mapped dimension part of the batch, which each output row is "
+    "independent of",
+)
 
 
 def _define(

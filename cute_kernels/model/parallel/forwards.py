@@ -27,6 +27,7 @@ from ...norm import op as norm_op
 from ...norm.config import RMS
 from ...runtime import main_grad as destination
 from ...runtime.dynamo import untraced
+from ...runtime.torch_ops import refuse_double
 from ..patch import state
 from ..patch.report import CUT
 from . import checks, exchange
@@ -173,7 +174,7 @@ class _HeadNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        tensor_parallel.no_double_backward("head_norm")
+        refuse_double("head_norm")
         x, weight, rstd = ctx.saved_tensors
         dim, group = ctx.cut.dim, ctx.cut.mesh.get_group()
         # The rows of all heads, as one rank has them: dweight is one sum, dx is row by row.

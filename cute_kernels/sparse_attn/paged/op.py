@@ -24,11 +24,10 @@ import torch
 
 from ... import contracts
 from ...arch import CPU, CUTE_SM90, TRITON
-from ...errors import UnsupportedTransformError
 from ...runtime import dispatch
 from ...runtime.dispatch import Implementation
 from ...runtime.plan_cache import Plan
-from ...runtime.torch_ops import define_op
+from ...runtime.torch_ops import define_op, refuse_vmap
 from .. import config
 from ..op import HALF
 from . import checks
@@ -134,11 +133,9 @@ def _run_write(key, value, k_cache, v_cache, slot_mapping):
         launch(key, value, k_cache, v_cache, slot_mapping)
 
 
-def _refuse_vmap(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        f"cute_kernels.{NAME}, {WRITE}: torch.func.vmap is not supported; make the mapped "
-        "dimension part of the tokens"
-    )
+_refuse_vmap = refuse_vmap(
+    f"{NAME}, {WRITE}", "is not supported; make the mapped dimension part of the tokens"
+)
 
 
 _OPERANDS = (

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ....cpu.ieee import halves, ieee_on
-from ....errors import UnsupportedTransformError
 from ....runtime.products import product, sums
-from ....runtime.torch_ops import define_op
+from ....runtime.torch_ops import define_op, refuse_vmap
 
 _ORDER = "chain"
 
@@ -79,13 +78,6 @@ def _backward_sum(ctx, g):
     return each.to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None, None
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.batch_invariant: torch.func.vmap over a batched product is not supported; "
-        "make the mapped dimension part of the batch"
-    )
-
-
 def _vmap_sum(info, in_dims, x, divisor, dtype):
     return row_sum(x.movedim(in_dims[0], 0), divisor, dtype), 0
 
@@ -96,7 +88,10 @@ batched_product = define_op(
     fake=lambda a, b, *_: a.new_empty(a.shape[0], a.shape[1], b.shape[2]),
     setup=_setup_product,
     backward=_backward_product,
-    vmap=_vmap_refused,
+    vmap=refuse_vmap(
+        "batch_invariant",
+        "over a batched product is not supported; make the mapped dimension part of the batch",
+    ),
 )
 row_sum = define_op(
     "row_sum(Tensor x, float divisor, ScalarType dtype) -> Tensor",
