@@ -32,22 +32,17 @@ from types import ModuleType
 import torch
 
 from .. import contracts
-from ..arch import CPU, CUTE_SM90, TRITON
 from ..compile.call import TRANSPOSED, Program, allocator, rows_layout
 from ..cpu import ieee
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
-from ..runtime.dispatch import Implementation
 from ..runtime.operands import flat_rows
 from ..runtime.plan_cache import LEGACY_VMAP, Plan
 from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 
 _C = torch._C
-_HALF = frozenset({torch.bfloat16, torch.float16})
-_ALL = _HALF | {torch.float32}
-_FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
 
 for _kernel, _contract in (
     ("gemm", "linear"),
@@ -55,28 +50,11 @@ for _kernel, _contract in (
     ("skinny", "skinny_linear"),
     ("leaf_sums", "linear"),
 ):
-    dispatch.register(
-        _kernel,
-        {
-            CUTE_SM90: Implementation(
-                f"{__package__}.launch:{_kernel}",
-                _HALF,
-                _FP32_ELSEWHERE,
-                f"{__package__}.launch:plan_{_kernel}",
-            ),
-            TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _ALL),
-            CPU: Implementation(f"{__package__}.cpu:{_kernel}", _ALL),
-        },
-        contract=_contract,
-    )
+    _implementations = dispatch.named_alike(__package__, _kernel, dispatch.OF_PRODUCTS)
+    dispatch.register(_kernel, _implementations, contract=_contract)
 
-
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("gemm", device, dtype)
-
-
-for _name in ("linear", "matmul", "skinny_linear"):
-    contracts.register(contracts.Contract(_name, config.KEPT, config.contract_facts, _backend))
+_OPS = ("linear", "matmul", "skinny_linear")
+dispatch.register_contracts(_OPS, config.KEPT, config.contract_facts, "gemm")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

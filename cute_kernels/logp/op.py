@@ -19,8 +19,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import contracts
-from ..arch import CPU, CUTE_SM90, TRITON
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
@@ -30,11 +28,6 @@ from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import chunks, config
 from .chunks import Needs, Pass
 from .tensors import Head, Logits, Rows, Upstream
-
-_HALF = frozenset({torch.bfloat16, torch.float16})
-_ALL = _HALF | {torch.float32}
-_DTYPES = {CUTE_SM90: _HALF, TRITON: _ALL, CPU: _ALL}
-_FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
 
 #: Entry of `dispatch` -> the op whose contract covers it, launchers on SM90, on Triton, on a CPU.
 _LAUNCHERS = {
@@ -63,19 +56,15 @@ for _name, (_contract, *_paths) in _LAUNCHERS.items():
         backend: Implementation(
             f"{__package__}.{path}",
             dtypes,
-            _FP32_ELSEWHERE if backend == CUTE_SM90 else "",
             f"{__package__}.{path.replace(':', ':plan_')}" if path.startswith(_PLANNING) else "",
         )
-        for (backend, dtypes), path in zip(_DTYPES.items(), _paths, strict=True)
+        for (backend, dtypes), path in zip(dispatch.OF_PRODUCTS.items(), _paths, strict=True)
         if path
     }
     dispatch.register(_name, _implementations, contract=_contract)
 
 for _name, _entry in (("linear_logp", "logp_states"), ("log_probs", "logit_states")):
-    _backend = functools.partial(dispatch.backend, _entry)
-    contracts.register(
-        contracts.Contract(_name, config.KEPT[_name], config.contract_facts, _backend)
-    )
+    dispatch.register_contracts((_name,), config.KEPT[_name], config.contract_facts, _entry)
 
 
 def rows_of(

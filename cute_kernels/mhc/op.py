@@ -21,17 +21,16 @@ mhc_mix: what flows back through the link is dy, so that one pass makes dx of al
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
-from .. import contracts
-from ..arch import CPU, CUTE_SM90, TRITON
+from ..arch import BACKENDS, CUTE_SM90
 from ..runtime import dispatch
-from ..runtime.dispatch import Implementation
 from . import config, nodes
 from .tensors import Expand, Sinkhorn, Streams, Upstream
 
-_DTYPES = frozenset({torch.bfloat16, torch.float32})
+_DTYPES = dict.fromkeys(BACKENDS, frozenset({torch.bfloat16, torch.float32}))
 #: Entry of `dispatch` -> the name of its launcher; plan_... on SM90.
 _LAUNCHERS = {
     "mhc_project": "project",
@@ -50,19 +49,11 @@ _LAUNCHERS = {
     "mhc_add_parts": "add_parts",
 }
 for _entry, _function in _LAUNCHERS.items():
-    _implementations = {
-        CUTE_SM90: Implementation("", _DTYPES, planner=f"{__package__}.launch:plan_{_function}"),
-        TRITON: Implementation(f"{__package__}.triton.launch:{_function}", _DTYPES),
-        CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
-    }
+    _implementations = dispatch.named_alike(__package__, _function, _DTYPES)
+    # SM90 has planners alone, whose plans are run.
+    _implementations[CUTE_SM90] = replace(_implementations[CUTE_SM90], launcher="")
     dispatch.register(_entry, _implementations, contract="mhc")
-
-
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("mhc_project", device, dtype)
-
-
-contracts.register(contracts.Contract("mhc", config.KEPT, config.contract_facts, _backend))
+dispatch.register_contracts(("mhc",), config.KEPT, config.contract_facts, "mhc_project")
 
 
 class _Projection(nodes.Node):

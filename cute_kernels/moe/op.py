@@ -22,8 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from .. import contracts
-from ..arch import CPU, CUTE_SM90, TRITON
+from ..arch import CUTE_SM90, TRITON
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
@@ -31,33 +30,16 @@ from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-
-_HALF = frozenset({torch.bfloat16, torch.float16})
-_FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
-
 for _kernel in (
     "grouped_gemm", "grouped_tree", "grouped_leaf_sums", "grouped_dw", "grouped_column_sum",
 ):  # fmt: skip
-    _on_triton, _planner = f"{__package__}.triton.launch:{_kernel}", ""
-    _on_sm90 = _on_triton
-    if _kernel != "grouped_column_sum":
-        _on_sm90, _planner = (f"{__package__}.launch:{_end}{_kernel}" for _end in ("", "plan_"))
-    dispatch.register(
-        _kernel,
-        {
-            CUTE_SM90: Implementation(_on_sm90, _HALF, _FP32_ELSEWHERE, _planner),
-            TRITON: Implementation(_on_triton, _DTYPES),
-            CPU: Implementation(f"{__package__}.cpu:{_kernel}", _DTYPES),
-        },
-        contract="grouped_linear",
-    )
+    _implementations = dispatch.named_alike(__package__, _kernel, dispatch.OF_PRODUCTS)
+    if _kernel == "grouped_column_sum":  # SM90 has no kernel of its own
+        _on_triton = _implementations[TRITON].launcher
+        _implementations[CUTE_SM90] = Implementation(_on_triton, dispatch.HALF)
+    dispatch.register(_kernel, _implementations, contract="grouped_linear")
 
-
-_backend = functools.partial(dispatch.backend, "grouped_gemm")
-contracts.register(
-    contracts.Contract("grouped_linear", config.KEPT, config.contract_facts, _backend)
-)
+dispatch.register_contracts(("grouped_linear",), config.KEPT, config.contract_facts, "grouped_gemm")
 
 
 def _plan_kernel(kernel: str, first: torch.Tensor, *operands: object) -> Plan:

@@ -20,15 +20,12 @@ from collections.abc import Callable
 
 import torch
 
-from .. import contracts
 from ..arch import CPU, TRITON
 from ..cpu.ieee import halves, ieee_on
 from ..runtime import dispatch, products
 from ..runtime.dispatch import Implementation
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import config
-
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 #: Launchers; those on Triton have the names of those on a CPU, entries of `dispatch` ``moe_...``.
 _LAUNCHERS = (
@@ -38,13 +35,12 @@ _LAUNCHERS = (
 
 for _function in _LAUNCHERS:
     _implementations = {
-        TRITON: Implementation(f"{__package__}.triton.routing:{_function}", _DTYPES),
-        CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
+        TRITON: Implementation(f"{__package__}.triton.routing:{_function}", dispatch.FLOATS),
+        CPU: Implementation(f"{__package__}.cpu:{_function}", dispatch.FLOATS),
     }
     dispatch.register(f"moe_{_function}", _implementations, contract="moe")
 
-_backend = functools.partial(dispatch.backend, "moe_select")
-contracts.register(contracts.Contract("moe", config.KEPT_ROUTING, config.routing_facts, _backend))
+dispatch.register_contracts(("moe",), config.KEPT_ROUTING, config.routing_facts, "moe_select")
 
 
 def _launch(entry: str, device: torch.device, dtype: torch.dtype, *operands):

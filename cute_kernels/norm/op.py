@@ -16,41 +16,23 @@ from dataclasses import replace
 
 import torch
 
-from .. import contracts
-from ..arch import CPU, CUTE_SM90, TRITON
+from ..arch import BACKENDS
 from ..compile.call import Program, allocator
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
-from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
-from .checks import DTYPES, Operands
+from .checks import Operands
 from .config import LAYER, RMS
 from .tensors import Rule, Scale, Upstream
 
 for _function in ("forward", "backward", "add_parts"):
-    dispatch.register(
-        f"norm_{_function}",
-        {
-            CUTE_SM90: Implementation(
-                f"{__package__}.launch:{_function}",
-                frozenset(DTYPES),
-                planner=f"{__package__}.launch:plan_{_function}",
-            ),
-            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", frozenset(DTYPES)),
-            CPU: Implementation(f"{__package__}.cpu:{_function}", frozenset(DTYPES)),
-        },
-        contract="rms_norm",
-    )
+    _dtypes = dict.fromkeys(BACKENDS, dispatch.FLOATS)
+    _implementations = dispatch.named_alike(__package__, _function, _dtypes)
+    dispatch.register(f"norm_{_function}", _implementations, contract="rms_norm")
 
-
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("norm_forward", device, dtype)
-
-
-for _name in checks.OPS.values():
-    contracts.register(contracts.Contract(_name, config.KEPT, config.contract_facts, _backend))
+dispatch.register_contracts(checks.OPS.values(), config.KEPT, config.contract_facts, "norm_forward")
 
 
 def _check(*args):

@@ -21,19 +21,17 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .. import contracts
 from ..arch import CPU, TRITON
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
-from ..runtime.dispatch import Implementation
 from ..runtime.operands import empty_rows_like, flat_rows
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
 from . import checks, config
 
 _C = torch._C
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_DTYPES = dict.fromkeys((TRITON, CPU), dispatch.FLOATS)
 
 #: The kind of an activation -> the public op whose contract covers it.
 _OP_OF = {kind: kind for kind in config.KINDS} | {"gelu_tanh": "gelu"}
@@ -67,24 +65,13 @@ for _name in ("silu", "gelu"):
 _PLANNED = ("activation", "activation_backward", "gated", "gated_backward", "rotary_pair")
 
 for _entry, (_contract, _function) in _LAUNCHERS.items():
-    _planner = f"{__package__}.triton.launch:plan_{_function}" if _function in _PLANNED else ""
-    _on_gpu = f"{__package__}.triton.launch:{_function}"
-    dispatch.register(
-        _entry,
-        {
-            TRITON: Implementation(_on_gpu, _DTYPES, planner=_planner),
-            CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
-        },
-        contract=_contract,
-    )
+    _planned = (TRITON,) if _function in _PLANNED else ()
+    _implementations = dispatch.named_alike(__package__, _function, _DTYPES, _planned)
+    dispatch.register(_entry, _implementations, contract=_contract)
 
-for _name in config.KEPT:
-
-    def _backend(device: torch.device, dtype: torch.dtype, entry: str = _name) -> str:
-        return dispatch.backend(entry, device, dtype)
-
+for _name, _kept in config.KEPT.items():
     _facts = config.FACTS.get(_name, config.contract_facts)
-    contracts.register(contracts.Contract(_name, config.KEPT[_name], _facts, _backend))
+    dispatch.register_contracts((_name,), _kept, _facts, _name)
 
 
 def _launcher(entry: str, t: torch.Tensor) -> Callable:

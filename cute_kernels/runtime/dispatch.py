@@ -11,7 +11,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -30,7 +30,6 @@ class Implementation:
 
     launcher: str  # "package.module:function"; "" where the planner's plans are run
     dtypes: frozenset[torch.dtype]
-    otherwise: str = ""  # where a dtype that is not taken goes, for the reader of a refusal
     planner: str = ""  # optional, as "package.module:function"; takes what the launcher takes
 
 
@@ -56,6 +55,14 @@ _ROOT = __package__.rpartition(".")[0]
 #: A module with the public functions of a system.
 _API = re.compile(rf"{re.escape(_ROOT)}\.(\w+)\.api")
 
+#: Dtypes of launchers: of two bytes, and all that ops take.
+HALF = frozenset({torch.bfloat16, torch.float16})
+FLOATS = HALF | {torch.float32}
+#: Backend -> dtypes of products, whose fp32 is IEEE arithmetic.
+OF_PRODUCTS = {arch.CUTE_SM90: HALF, arch.TRITON: FLOATS, arch.CPU: FLOATS}
+#: Backend -> the module of a system that has its launchers.
+_MODULES = {arch.CUTE_SM90: "launch", arch.TRITON: "triton.launch", arch.CPU: "cpu"}
+
 _TABLE: dict[str, dict[str, Implementation]] = {}
 _CONTRACT: dict[str, str] = {}
 _ran: dict[tuple[str, ...], Run] = {}
@@ -64,6 +71,36 @@ _ran: dict[tuple[str, ...], Run] = {}
 def register(op: str, implementations: dict[str, Implementation], *, contract: str) -> None:
     """Adds the backends of one op, and the op in `contracts` whose contract covers it."""
     _TABLE[op], _CONTRACT[op] = implementations, contract
+
+
+def named_alike(
+    package: str,
+    function: str,
+    dtypes: dict[str, frozenset[torch.dtype]],
+    planned: tuple[str, ...] = (arch.CUTE_SM90,),
+) -> dict[str, Implementation]:
+    """The implementations of a launcher that has one name in each backend's module of a system.
+
+    planned: Backends with a planner ``plan_<function>`` beside it.
+    """
+    implementations = {}
+    for backend, taken in dtypes.items():
+        module = f"{package}.{_MODULES[backend]}"
+        planner = f"{module}:plan_{function}" if backend in planned else ""
+        implementations[backend] = Implementation(f"{module}:{function}", taken, planner)
+    return implementations
+
+
+def register_contracts(
+    ops: Iterable[str],
+    kept: Mapping[str, frozenset[str]],
+    facts: Callable[[str, arch.Device], dict[str, object]],
+    entry: str,
+) -> None:
+    """Add the contracts of public ops that one entry's backend computes."""
+    chosen = functools.partial(backend, entry)
+    for op in ops:
+        contracts.register(contracts.Contract(op, kept, facts, chosen))
 
 
 def _backends(op: str) -> dict[str, Implementation]:
@@ -84,7 +121,10 @@ def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str
         elif why := arch.refusal(backend, device_facts):
             refusals[backend] = why
         elif dtype not in implementation.dtypes:
-            refusals[backend] = f"does not take {dtype}{implementation.otherwise}"
+            on_triton = _backends(op).get(arch.TRITON)
+            elsewhere = backend == arch.CUTE_SM90 and on_triton and dtype in on_triton.dtypes
+            also = " (fp32 in IEEE arithmetic runs on triton)" if elsewhere else ""
+            refusals[backend] = f"does not take {dtype}{also}"
         else:
             refusals[backend] = None
     if refusals[arch.TRITON] is None and settings.forced_backend() != arch.TRITON:

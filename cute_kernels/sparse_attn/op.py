@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from .. import contracts
-from ..arch import CPU, CUTE_SM90, TRITON
+from ..arch import BACKENDS, CPU, CUTE_SM90
 from ..errors import (
     ArgumentValueError,
     BackendUnavailable,
@@ -50,7 +50,6 @@ from ..errors import (
 )
 from ..runtime import dispatch, plan_cache
 from ..runtime.caching import capturing
-from ..runtime.dispatch import Implementation
 from ..runtime.dynamo import untraced
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
@@ -63,33 +62,20 @@ from .varlen import layout
 NAME = "block_sparse_attention"
 #: The launchers of SM90 that read ranges and offsets on their device.
 KV_RANGES, VARLEN = f"{NAME}_kv_ranges", f"{NAME}_varlen"
-HALF = frozenset({torch.bfloat16, torch.float16})
 
-
-def _sm90(function: str) -> dict[str, Implementation]:
-    launcher, planner = (f"{__package__}.launch:{name}" for name in (function, f"plan_{function}"))
-    return {CUTE_SM90: Implementation(launcher, HALF, planner=planner)}
-
-
-for _end, _function in (("", "forward"), ("_backward", "backward")):
-    _backends = {
-        **_sm90(_function),
-        TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
-        CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),
-    }
-    dispatch.register(f"{NAME}{_end}", _backends, contract=NAME)
-    dispatch.register(f"{VARLEN}{_end}", _sm90(f"{_function}_varlen"), contract=NAME)
-dispatch.register(KV_RANGES, _sm90("forward_kv_ranges"), contract=NAME)
-
-for _name in (NAME, VARLEN):
-    contracts.register(
-        contracts.Contract(
-            _name,
-            config.KEPT,
-            config.contract_facts,
-            lambda device, dtype: dispatch.backend(NAME, device, dtype),
-        )
-    )
+#: Entry of `dispatch` -> its launchers' name, and the backends that have one.
+_LAUNCHERS = {
+    NAME: ("forward", BACKENDS),
+    f"{NAME}_backward": ("backward", BACKENDS),
+    VARLEN: ("forward_varlen", (CUTE_SM90,)),
+    f"{VARLEN}_backward": ("backward_varlen", (CUTE_SM90,)),
+    KV_RANGES: ("forward_kv_ranges", (CUTE_SM90,)),
+}
+for _entry, (_function, _on) in _LAUNCHERS.items():
+    _dtypes = dict.fromkeys(_on, dispatch.HALF)
+    _implementations = dispatch.named_alike(__package__, _function, _dtypes)
+    dispatch.register(_entry, _implementations, contract=NAME)
+dispatch.register_contracts((NAME, VARLEN), config.KEPT, config.contract_facts, NAME)
 
 
 @untraced

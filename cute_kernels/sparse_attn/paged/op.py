@@ -22,14 +22,12 @@ from dataclasses import replace
 
 import torch
 
-from ... import contracts
 from ...arch import CPU, CUTE_SM90, TRITON
 from ...runtime import dispatch
 from ...runtime.dispatch import Implementation
 from ...runtime.plan_cache import Plan
 from ...runtime.torch_ops import define_op, refuse_vmap
 from .. import config
-from ..op import HALF
 from . import checks
 
 NAME = "paged_attention"
@@ -42,10 +40,12 @@ dispatch.register(
     NAME,
     {
         CUTE_SM90: Implementation(
-            f"{__package__}.launch:{NAME}", HALF, planner=f"{__package__}.launch:plan_paged"
+            f"{__package__}.launch:{NAME}",
+            dispatch.HALF,
+            planner=f"{__package__}.launch:plan_paged",
         ),
-        TRITON: Implementation(f"{_SYSTEM}.triton.paged:{NAME}", HALF),
-        CPU: Implementation(f"{__package__}.cpu:{NAME}", HALF),
+        TRITON: Implementation(f"{_SYSTEM}.triton.paged:{NAME}", dispatch.HALF),
+        CPU: Implementation(f"{__package__}.cpu:{NAME}", dispatch.HALF),
     },
     contract=NAME,
 )
@@ -53,24 +53,14 @@ dispatch.register(
     WRITE,
     {
         **dict.fromkeys(
-            (CUTE_SM90, TRITON), Implementation(f"{_SYSTEM}.triton.paged:{WRITE}", HALF)
+            (CUTE_SM90, TRITON), Implementation(f"{_SYSTEM}.triton.paged:{WRITE}", dispatch.HALF)
         ),
-        CPU: Implementation(f"{__package__}.cpu:{WRITE}", HALF),
+        CPU: Implementation(f"{__package__}.cpu:{WRITE}", dispatch.HALF),
     },
     contract=WRITE,
 )
-for _name, _facts in (
-    (NAME, config.contract_facts),
-    (WRITE, lambda backend, device: {"rows": "copied"}),
-):
-    contracts.register(
-        contracts.Contract(
-            _name,
-            config.KEPT,
-            _facts,
-            lambda device, dtype, op=_name: dispatch.backend(op, device, dtype),
-        )
-    )
+dispatch.register_contracts((NAME,), config.KEPT, config.contract_facts, NAME)
+dispatch.register_contracts((WRITE,), config.KEPT, lambda *_: {"rows": "copied"}, WRITE)
 
 
 def _nothing(q, v_cache):
