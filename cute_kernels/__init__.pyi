@@ -17,6 +17,7 @@ from .linear_attn.api import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .linear_attn.api import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from .linear_attn.api import gated_rms_norm as gated_rms_norm
 from .linear_attn.api import mamba_chunk_scan_combined as mamba_chunk_scan_combined
+from .linear_attn.api import selective_scan as selective_scan
 from .linear_attn.cache import LinearAttentionCache as LinearAttentionCache
 from .logp.api import linear_logp as linear_logp
 from .logp.api import linear_policy_loss as linear_policy_loss

@@ -44,11 +44,12 @@ SYSTEMS = (
                 ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), "gated_delta_rule"
             ),
             "mamba_chunk_scan_combined": "ssd_scan",
+            "selective_scan": "selective_scan",
             "gated_rms_norm": "gated_norm",
         },
         launcher=None,
         perf="linear_attn",
-        modules=("op", "op_delta", "op_gate", "op_ssd", "op_gated_norm"),
+        modules=("op", "op_delta", "op_gate", "op_ssd", "op_selective", "op_gated_norm"),
     ),
     System(
         "logp",

@@ -38,6 +38,13 @@ def scanned(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
     return out[0].flatten(1)
 
 
+def scanned_by_channel(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
+    """Rows [M, 8] of a selective scan, all of whose rows are of x [M, K]."""
+    u, delta, B, C, _ = x[None].mT.split((8, 8, 4, 4, 16), 1)
+    parameters = {"A": -TAPS[:8].abs()} | parameters
+    return ck.selective_scan(u, delta, B=B, C=C, delta_softplus=True, **parameters)[0].mT
+
+
 #: Op -> (call of rows x [M, K], a weight and its main_grad; the weight's shape).
 CALLS = {
     "linear": (lambda x, w, m: ck.linear(x, w, main_grad=m), (N, K)),
@@ -62,6 +69,11 @@ CALLS = {
     "mamba_chunk_scan_combined, D": (lambda x, w, m: scanned(x, D=w, D_main_grad=m), (2, 8)),
     "mamba_chunk_scan_combined, dt_bias": (
         lambda x, w, m: scanned(x, dt_bias=w, dt_bias_main_grad=m), (2,),
+    ),
+    "selective_scan, A": (lambda x, w, m: scanned_by_channel(x, A=w, A_main_grad=m), (8, 4)),
+    "selective_scan, D": (lambda x, w, m: scanned_by_channel(x, D=w, D_main_grad=m), (8,)),
+    "selective_scan, delta_bias": (
+        lambda x, w, m: scanned_by_channel(x, delta_bias=w, delta_bias_main_grad=m), (8,),
     ),
     "gated_rms_norm": (
         lambda x, w, m: ck.gated_rms_norm(

@@ -152,6 +152,16 @@ def scan(*ends: int, tokens: int) -> None:
     backward(ck.mamba_chunk_scan_combined(x, dt, A, B, C, 128, D, z, dt_bias, states, **options))
 
 
+def selective(*ends: int, tokens: int) -> None:
+    """A pack; rows behind its last sequence belong to none."""
+    u, delta, z = (leaf(1, 6, tokens, seed=i) for i in (0, 1, 2))
+    B, C = (leaf(1, 8, tokens, seed=i) for i in (3, 4))
+    A, D, bias = leaf(6, 8, seed=5, dtype=FP32), leaf(6, seed=6), leaf(6, seed=7)
+    states = leaf(len(ends), 6, 8, seed=8, dtype=FP32)
+    options = {"cu_seqlens": torch.tensor([0, *ends], dtype=INT32), "initial_state": states}
+    backward(ck.selective_scan(u, delta, A, B, C, D, z, bias, True, True, **options))
+
+
 def gated_norm(rows: int, width: int, first: bool) -> None:
     x, weight, gate = leaf(rows, width), leaf(width, seed=1), leaf(rows, width, seed=2)
     backward(ck.gated_rms_norm(x, weight, gate, 1e-6, norm_before_gate=first))
@@ -221,6 +231,8 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
             "delta, no rows": (delta, 0, {"tokens": 0}),
             "delta, rows of no sequence": (delta, 3, 3, 70, {"tokens": 90}),
             "scan, no rows": (scan, 0, {"tokens": 0}),
+            "selective scan, no rows": (selective, 0, {"tokens": 0}),
+            "selective scan, rows of no sequence": (selective, 3, 3, 40, {"tokens": 70}),
             "scan, rows of no sequence": (scan, 3, 3, 140, {"tokens": 160}),
             "gated norm of no rows": (gated_norm, 0, 40, True, {}),
             "gated norm, tails": (gated_norm, 67, 73, False, {}),

@@ -61,6 +61,12 @@ CASES = {
         (1, 5, 2, 8), (1, 5, 2), (2,), *[(1, 5, 1, 16)] * 2, (2,), (1, 5, 2, 8), (2,),
         (1, 2, 8, 16),
     ),
+    "selective_scan": (
+        lambda u, delta, A, B, C, D, z, delta_bias, state: ck.selective_scan(
+            u, delta, A.float(), B, C, D, z, delta_bias, True, True, initial_state=state.float()
+        ),
+        *[(1, 4, 5)] * 2, (4, 8), *[(1, 8, 5)] * 2, (4,), (1, 4, 5), (4,), (1, 4, 8),
+    ),
     "gated_rms_norm": (
         lambda x, w, z: ck.gated_rms_norm(x, w, z, 1e-6, norm_before_gate=False, group_size=8),
         (2, 3, 16), (16,), (2, 3, 16),
@@ -128,7 +134,11 @@ CASES = {
 
 
 #: Positions of leaves that are fp32 among others of bf16.
-OF_FP32 = {"chunk_gated_delta_rule": (3, 5), "mamba_chunk_scan_combined": (2, 8)}
+OF_FP32 = {
+    "chunk_gated_delta_rule": (3, 5),
+    "mamba_chunk_scan_combined": (2, 8),
+    "selective_scan": (2, 8),
+}
 
 
 def leaves_of(name: str) -> list[torch.Tensor]:

@@ -66,6 +66,10 @@ RIGHT = {
         "x": t(1, 3, 2, 8), "dt": t(1, 3, 2), "A": t(2), "B": t(1, 3, 1, 16), "C": t(1, 3, 1, 16),
         "D": t(2, 8), "z": t(1, 3, 2, 8), "dt_bias": t(2) + 1, "initial_states": t(1, 2, 8, 16),
     },
+    "selective_scan": {
+        "u": t(1, 4, 3), "delta": t(1, 4, 3), "A": t(4, 8), "B": t(1, 8, 3), "C": t(1, 8, 3),
+        "D": t(4), "z": t(1, 4, 3), "delta_bias": t(4) + 1, "initial_state": t(1, 4, 8),
+    },
     "gated_rms_norm": {
         "x": ROWS, "weight": t(16), "gate": ROWS + 1, "eps": 1e-6, "norm_before_gate": True,
     },

@@ -118,7 +118,6 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         Sequences,
         StateSpace,
         StateSpaceGradients,
-        StateSpaceSaved,
         StepOptions,
     )
     from cute_kernels.linear_attn.triton import (
@@ -163,8 +162,8 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         record = DeltaRecord((v,) * 5, decay, decay, 64, 0)
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]
-        saved = StateSpaceSaved(*op_ssd._saved(x, v, None, None, on_cpu=False))
         scan = StateSpace(x[0], decay, A, v[0], v[0], x[0, 0], None, A, None), rule[1]
+        saved = op_ssd.SCAN.saved(scan[0]._replace(x=x, B=v), wide, on_cpu=False)
         scan = *scan, StepOptions(True, 0.0, 1.0)
         ssd.ssd_scan(*scan, x[0], None, saved)
         gradients = StateSpaceGradients(*[None] * 9)

@@ -208,7 +208,8 @@ def test_results_and_gradients_are_contiguous_whatever_the_operands_are(name, la
         return [*results, torch.autograd.grad(kept, leaf, upstream)[0]]
 
     for out, want in zip(of(x, LAYOUTS[layout]), of(x, lambda t: t), strict=True):
-        out, want = (t.mT if name == "causal_conv1d_fn" else t for t in (out, want))  # channel-last
+        if name in ("causal_conv1d_fn", "selective_scan") and out.dtype == torch.bfloat16:
+            out, want = out.mT, want.mT  # channel-last; a state is fp32
         assert out.is_contiguous() and same_bytes(out, want)
 
 

@@ -65,7 +65,7 @@ ROLES = {
     "cpu_gate cpu_ssd triton.gate cpu_gated_norm triton.gated_norm triton.delta "
     "triton.delta_step triton.delta_backward triton.ssd triton.ssd_backward",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
-    "policy_sweep paged.op op_delta op_gate op_ssd op_gated_norm",
+    "policy_sweep paged.op op_delta op_gate op_scan op_ssd op_selective op_gated_norm",
     "system.api": "api module converters te paged.api cache",
 }
 LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}

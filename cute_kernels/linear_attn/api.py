@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
 
 from ..runtime import checking
-from . import checks, op, op_delta, op_gate, op_gated_norm, op_ssd
+from . import checks, op, op_delta, op_gate, op_gated_norm, op_selective, op_ssd
 from .config import L2NORM_EPS
 
 
@@ -349,6 +350,89 @@ def mamba_chunk_scan_combined(
         dt_bias_main_grad, *checks.step_options(dt_softplus, dt_limit), return_final_states, -1,
     )  # fmt: skip
     return (out, final) if return_final_states else out
+
+
+def selective_scan(
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    A_main_grad: torch.Tensor | None = None,
+    D_main_grad: torch.Tensor | None = None,
+    delta_bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Selective scan of Mamba: S ← e^(A step) S + step u Bᵀ;  y = S C + D u, of each channel.
+
+    With the names and layouts of mamba_ssm's ``selective_scan_fn``.  The order is the recurrence
+    itself: S [D, N] is fp32 behind each row, and n ascends in S C.  So a sequence that is cut
+    anywhere, and goes on from the last state, has the bytes of the whole, in both passes.
+
+    Args:
+        u: [B, D, T]; bf16, fp16 or fp32.  Channel-last memory (rows [B, T, D], transposed) is read
+            where it lies; other strides are copied.
+        delta: [B, D, T]; bf16, fp16 or fp32.  The step of a row is delta + delta_bias, and its
+            softplus with ``delta_softplus``.
+        A: [D, N], fp32, negative.  N up to 256; on GPUs 8, 16 or 32.
+        B, C: [B, N, T], or [B, G, N, T] for G groups of D / G consecutive channels; the dtype of u.
+        D: [D]; bf16, fp16 or fp32.  None: no D u.
+        z: As u: y silu(z) is returned.  None: y.
+        delta_bias: [D]; bf16, fp16 or fp32.
+        delta_softplus: See delta.
+        return_last_state: Whether to return the state after each sequence's last row too.
+        initial_state: [sequences, D, N], fp32; None: zeros.
+        cu_seqlens: [S + 1], int32 or int64: a pack.  u has B = 1, and sequence s its columns from
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0, and so are their
+            gradients.
+        A_main_grad, D_main_grad, delta_bias_main_grad: fp32, of their shapes, or None.  If given,
+            backward adds the gradient into it in place and ``grad`` stays None, as in `linear`.
+            What A is made of gets no gradient then: dA_log is A dA.
+
+    Returns:
+        out [B, D, T] in channel-last memory, the dtype of u, rounded once; (out, last_state
+        [sequences, D, N] in fp32) if that is asked for.
+
+    Guarantees:
+        ``run_to_run``, and ``batch_invariant`` for the rows of out and of the gradients of u,
+        delta, B, C, z, and for the states and their gradients: in batches, packs and parts cut
+        anywhere.  ``schedule_invariant`` on GPUs.  dA, dD and d_delta_bias are summed by chunks of
+        32 rows of a sequence, added one by one: ``split_invariant`` into the main_grads for
+        micro-batches cut between sequences.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError, AliasError,
+        UnsupportedTransformError, BackendUnavailable: as `linear`.
+
+    Source: Gu and Dao, "Mamba", 2023, algorithm 2; the interface of mamba_ssm 2.2.
+
+    Example:
+        >>> u, delta, A = torch.randn(1, 24, 50), torch.rand(1, 24, 50), -torch.rand(24, 16)
+        >>> B, C = torch.randn(1, 16, 50), torch.randn(1, 16, 50)
+        >>> whole = ck.selective_scan(u, delta, A, B, C)
+        >>> (u0, u1), (d0, d1), (B0, B1), (C0, C1) = (t.split(37, 2) for t in (u, delta, B, C))
+        >>> y, S = ck.selective_scan(u0, d0, A, B0, C0, return_last_state=True)
+        >>> rest = ck.selective_scan(u1, d1, A, B1, C1, initial_state=S)
+        >>> bool((torch.cat([y, rest], 2) == whole).all())
+        True
+    """
+    if others:
+        checking.no_other_arguments("selective_scan", others)
+    checking.flag("return_last_state", return_last_state)
+    steps = checks.step_options(delta_softplus, (-math.inf, math.inf), "delta_softplus")
+    out, last, *_ = op_selective.selective_scan(
+        u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens, A_main_grad, D_main_grad,
+        delta_bias_main_grad, *steps, return_last_state, -1,
+    )  # fmt: skip
+    return (out, last) if return_last_state else out
 
 
 def gated_rms_norm(

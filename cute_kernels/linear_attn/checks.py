@@ -19,6 +19,8 @@ from .config import (
     MAX_CHANNELS,
     MAX_GROUP,
     MAX_HEADS,
+    SELECTIVE_GPU_STATES,
+    SELECTIVE_STATES,
     SSD_CHUNK,
     SSD_GPU_SIZES,
 )
@@ -189,19 +191,76 @@ def state_space(
             checking.operand(name, parameters[name], "[H]")
             checking.shape(name, parameters[name], (heads,), "H of x")
     others = {"dt": dt, "B": B, "C": C, "z": z, "initial_states": initial_states}
-    for name, t in (parameters | others).items():
-        if t is not None:
-            checking.same_device(name, t, "x", x)
-    for name, main_grad in main_grads.items():
-        destination.check_of(f"{name}_main_grad", main_grad, name, parameters[name], x)
+    _beside("x", x, parameters, others, main_grads)
     if not options.low <= options.high:
         want = "(low, high), low at most high"
         raise ArgumentValueError(expected("dt_limit", want, (options.low, options.high)))
 
 
-def step_options(dt_softplus: object, dt_limit: object) -> StepOptions:
-    """``dt_softplus`` and ``dt_limit`` of a state space scan."""
-    checking.flag("dt_softplus", dt_softplus)
+def _beside(
+    name: str,
+    x: torch.Tensor,
+    parameters: dict[str, torch.Tensor | None],
+    others: dict[str, torch.Tensor | None],
+    main_grads: dict[str, torch.Tensor | None],
+) -> None:
+    """Check the devices of operands beside x, the argument ``name``, and parameters' main_grads."""
+    for other, t in (parameters | others).items():
+        if t is not None:
+            checking.same_device(other, t, name, x)
+    for other, main_grad in main_grads.items():
+        destination.check_of(f"{other}_main_grad", main_grad, other, parameters[other], x)
+
+
+def selective_scan(
+    operands: StateSpace,
+    cu_seqlens: torch.Tensor | None,
+    main_grads: dict[str, torch.Tensor | None],
+    options: StepOptions,
+) -> None:
+    """Check the arguments of `op_selective.selective_scan`, whose rows are [B, ..., T].
+
+    main_grads: Of A, D and delta_bias, by name.
+    """
+    u, delta, A, B, C, D, z, delta_bias, initial_state = operands
+    checking.operand("u", u, "[B, D, T]")
+    checking.supported("selective_scan", u.device)
+    batch, channels, length = u.shape
+    _multiple("u", "D, channels,", channels, 1, MAX_HEADS)
+    checking.operand("delta", delta, "[B, D, T]")
+    checking.shape("delta", delta, u.shape, "that of u")
+    checking.operand("A", A, "[D, N]", (torch.float32,))
+    checking.shape("A", A, (channels, A.shape[1]), "D of u, and N")
+    _multiple("A", "N", A.shape[1], 1, SELECTIVE_STATES)
+    _on_gpus("A", "N", A, SELECTIVE_GPU_STATES)
+    checking.tensor("B", B)
+    grouped = B.dim() == 4
+    checking.operand("B", B, "[B, G, N, T]" if grouped else "[B, N, T]", (u.dtype,))
+    groups = B.shape[1:2] if grouped else ()
+    checking.shape("B", B, (batch, *groups, A.shape[1], length), "B and T of u, N of A")
+    if grouped and (groups[0] < 1 or channels % groups[0]):
+        raise ShapeError(expected("B", f"G, groups, a divisor of D = {channels}", groups[0]))
+    checking.operand("C", C, "[B, G, N, T]" if grouped else "[B, N, T]", (u.dtype,))
+    checking.shape("C", C, B.shape, "that of B")
+    if z is not None:
+        checking.operand("z", z, "[B, D, T]", (u.dtype,))
+        checking.shape("z", z, u.shape, "that of u")
+    sequences = count_of(cu_seqlens, "u", u)
+    if initial_state is not None:
+        checking.operand("initial_state", initial_state, "[S, D, N]", (torch.float32,))
+        checking.shape("initial_state", initial_state, (sequences, *A.shape), "[sequences, D, N]")
+    for name, t in (("D", D), ("delta_bias", delta_bias)):
+        if t is not None:
+            checking.operand(name, t, "[D]")
+            checking.shape(name, t, (channels,), "D of u")
+    parameters = {"A": A, "D": D, "delta_bias": delta_bias}
+    others = {"delta": delta, "B": B, "C": C, "z": z, "initial_state": initial_state}
+    _beside("u", u, parameters, others, main_grads)
+
+
+def step_options(dt_softplus: object, dt_limit: object, name: str = "dt_softplus") -> StepOptions:
+    """``dt_softplus``, the argument ``name``, and ``dt_limit`` of a state space scan."""
+    checking.flag(name, dt_softplus)
     if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
         raise ArgumentTypeError(expected("dt_limit", "two numbers (low, high)", repr(dt_limit)))
     return StepOptions(dt_softplus, *(checking.number("dt_limit", t) for t in dt_limit))

@@ -34,8 +34,12 @@ DELTA_PART = 64
 DELTA_SIZES = 8, 256
 #: Rows of a chunk of a state space scan, whose P and N are as K and V of the delta rule.
 SSD_CHUNK = 128
-#: v heads of the delta rule and heads of a state space scan, at most: they lie along a dimension of
-#: a grid.
+#: Rows between the saved states of a selective scan, and of a part of its sums over rows.
+SELECTIVE_CHUNK = 32
+#: N of a selective scan, at most; and those that Triton's kernels take.
+SELECTIVE_STATES, SELECTIVE_GPU_STATES = 256, (8, 16, 32)
+#: v heads of the delta rule, heads of a state space scan and channels of a selective scan, at most:
+#: they lie along a dimension of a grid.
 MAX_HEADS = 65_535
 #: K and V that Triton's kernels take.  ptxas 12.8 may break products of narrower tiles: see
 #: docs/notes/linear_attention.md.
@@ -135,6 +139,23 @@ def ssd_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "rows of a part of dD": TRITON.ssd_rows,
         "columns of a part of <dS, S>": TRITON.ssd_columns,
     }  # fmt: skip
+
+
+def selective_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the selective scan's contract id covers."""
+    gate = gate_facts(backend, device)
+    common: dict[str, object] = {
+        "order": "row by row: S = e^(A step) S + (step u) B, then S C, + D u, y silu(z)",
+        "sums over n": "a chain, n ascending",
+        "step": "delta + delta_bias, softplus",
+        **{name: gate[name] for name in ("softplus", "artanh")},
+        "state and its gradient": "fp32 behind each row",
+        "rounding of a row": "one, at the end",
+        "chunk of sums over rows": SELECTIVE_CHUNK,
+        "sums of the gradients of A, D and delta_bias": "rows of a chunk ascending, then chunks",
+        "gradients of B and C": "channels ascending; one rounding",
+    }
+    return common | _arithmetic(backend, device)
 
 
 def _arithmetic(backend: str, device: arch.Device) -> dict[str, object]:

@@ -37,11 +37,14 @@ class Group:
 
     def store_last(self, last: Last | None, state: torch.Tensor, end: int) -> None:
         """Store the states by lane behind row ``end`` if they are those that ``last`` takes."""
-        if last is None:
-            return
-        whole = max(self.length - last.lag, 0) // self.size * self.size
-        if end == (self.length if last.lag < 0 else whole):
+        if end == self.row_of_last(last, self.size):
             self.of_sequences(last.states)[:] = self.by_sequence(state)
+
+    def row_of_last(self, last: Last | None, rows: int) -> int:
+        """The row behind which ``last`` takes states, a multiple of ``rows``; -1: it takes none."""
+        if last is None:
+            return -1
+        return self.length if last.lag < 0 else max(self.length - last.lag, 0) // rows * rows
 
     def of_sequences(self, states: torch.Tensor) -> torch.Tensor:
         """States of these sequences among those of all [S, H, ...]."""

@@ -58,14 +58,21 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1])
 
 
-def _channel_last(x: torch.Tensor) -> torch.Tensor:
-    """Allocate [B, D, T] like x, as rows [B, T, D]; no view, so that it may be written in place."""
-    batch, channels, length = x.shape
-    return x.new_empty_strided((batch, channels, length), (length * channels, 1, channels))
+def channel_last(x: torch.Tensor) -> torch.Tensor:
+    """Allocate [B, ..., T] like x, as rows [B, T, ...].
+
+    It is no view, so that it may be written in place.
+    """
+    _, *sizes, length = x.shape
+    strides = [1]
+    for size in reversed(sizes):
+        strides.insert(0, strides[0] * size)
+    row, *others = strides
+    return x.new_empty_strided(x.shape, (length * row, *others, row))
 
 
 def _fake(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-    return _channel_last(x)
+    return channel_last(x)
 
 
 def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
@@ -76,7 +83,7 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
     def run(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
         read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
         destination.check_no_aliases(main_grad, bias_main_grad, **read)
-        out = _channel_last(x)
+        out = channel_last(x)
         launch(
             Conv(_rows(x), weight, bias, initial),
             sequences_of(x.shape[0], x.shape[2], offsets),
@@ -91,7 +98,7 @@ def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
 def _fake_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
     of_x, of_weight, of_bias, of_initial = needs
     wanted = of_weight and main_grad is None, of_bias and bias_main_grad is None, of_initial
-    return _channel_last(x) if of_x else x.new_empty(0), *(
+    return channel_last(x) if of_x else x.new_empty(0), *(
         like.new_empty(like.shape) if want else x.new_empty(0)
         for like, want in zip((weight, bias, initial), wanted, strict=True)
     )
@@ -109,7 +116,7 @@ def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_g
             sum_of(weight, main_grad) if of_weight else None,
             sum_of(bias, bias_main_grad) if of_bias else None,
         )
-        dx = _channel_last(x) if of_x else None
+        dx = channel_last(x) if of_x else None
         d_initial = x.new_empty(initial.shape) if of_initial else None
         rows = None if dx is None else _rows(dx)
         operands = (

@@ -112,11 +112,13 @@ class StepOptions(NamedTuple):
 
 
 class StateSpace(NamedTuple):
-    """Operands of a state space scan.
+    """Operands of a state space scan, or of a selective scan.
 
     x, z: Rows [N, H, P].  dt: [N, H].  A: [H], fp32.  B, C: [N, G, N_]; group g serves the H / G
     heads from g H / G on.  D: [H] or [H, P].  dt_bias: [H].  initial: [S, H, P, N_], fp32, the
     state before each sequence's first row.  D, z, dt_bias, initial may be None.
+
+    A selective scan has H channels: x, z [N, H], A [H, N_], D [H] and initial [S, H, N_].
     """
 
     x: torch.Tensor
@@ -136,6 +138,9 @@ class StateSpaceSaved(NamedTuple):
     states: [slots, H, P, N_], the state before each chunk, at its slot of `Sequences.slots`; fp32
     on the CPU, whose other tensors are of size 0, and bf16 in Triton.  step, decay: [H, N], fp32.
     ungated: [N, H, P], bf16, the rows before the gate z; of size 0 without z.
+
+    A selective scan has fp32 states, [slots, H, N_] on the CPU and [slots, N_, H] in Triton, which
+    has step [N, H] too; the others are of size 0.
     """
 
     states: torch.Tensor

@@ -1,4 +1,4 @@
-"""Calls of the state space scan: a batch or a pack, with states and several heads to a group."""
+"""Calls of the scans: a batch or a pack, with states and several heads to a group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+import cute_kernels as ck
 from cute_kernels.linear_attn.tensors import StateSpace, StepOptions
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
@@ -14,6 +15,17 @@ from . import cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")
+NAMES = StateSpace._fields
+ROWS, SUMMED = ("x", "dt", "B", "C", "z"), ("A", "D", "dt_bias")
+#: Whether a scan is Mamba-1's -> (its function, its names of `NAMES`, rows of a chunk).
+SCANS = {
+    False: ("mamba_chunk_scan_combined", (*NAMES[:-1], "initial_states"), 128),
+    True: (
+        "selective_scan",
+        ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
+        32,
+    ),
+}
 
 
 class Case(NamedTuple):
@@ -32,6 +44,7 @@ class Case(NamedTuple):
     softplus: bool = True
     limit: tuple[float, float] = (0.02, 2.0)
     behind: int = 0  # rows behind the last sequence of a pack
+    selective: bool = False  # Mamba-1's scan: heads are its channels, of P = 1
 
     rows, count = cases.Case.rows, cases.Case.count
     offsets, sequences = cases.Case.offsets, cases.Case.sequences
@@ -50,25 +63,66 @@ def operands(case: Case, seed: int = 0) -> StateSpace:
         dt = dt.abs() * 0.2
     dt[::13], dt[1::11] = -9.0, 25.0
     D = drawn(*(heads, size)[: case.skip], seed=seed + 5) if case.skip else None
-    rows = [drawn(n, heads, size, seed=seed + i, dtype=case.dtype) for i in (0, 6)]
+    row, rates = ((heads,), (heads, state)) if case.selective else ((heads, size), (heads,))
+    rows = [drawn(n, *row, seed=seed + i, dtype=case.dtype) for i in (0, 6)]
     return StateSpace(
         rows[0],
         dt.to(case.dt),
-        -drawn(heads, seed=seed + 4, dtype=FP32).exp2(),
+        -drawn(*rates, seed=seed + 4, dtype=FP32).exp2(),
         B.to(case.dtype),
         C.to(case.dtype),
         D,
         rows[1] if case.gate else None,
         drawn(heads, seed=seed + 7, dtype=FP32) if case.bias else None,
-        drawn(case.count, heads, size, state, seed=seed + 8, dtype=FP32) if case.initial else None,
+        drawn(case.count, *row, state, seed=seed + 8, dtype=FP32) if case.initial else None,
     )
 
 
 def upstream(case: Case, seed: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the rows and of the last states."""
-    heads, sizes = case.heads[1], case.sizes
-    d_out = drawn(case.rows, heads, sizes[0], seed=seed, dtype=case.dtype)
-    return d_out, drawn(case.count, heads, *sizes, seed=seed + 1, dtype=FP32)
+    row = (case.heads[1], case.sizes[0])[: 1 if case.selective else 2]
+    d_out = drawn(case.rows, *row, seed=seed, dtype=case.dtype)
+    return d_out, drawn(case.count, *row, case.sizes[1], seed=seed + 1, dtype=FP32)
+
+
+def given(case: Case, o) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """(Leaves by name, rows as [B, T, ...] or [B, ..., T]; other arguments) of a call."""
+    leaves = {name: t for name, t in zip(NAMES, o, strict=True) if t is not None}
+    leaves |= {name: laid(case, t) for name, t in leaves.items() if name in ROWS}
+    others = {"cu_seqlens": case.offsets}
+    if case.selective:
+        others |= {"delta_softplus": case.softplus, "return_last_state": True}
+    else:
+        others |= {"dt_softplus": case.softplus, "dt_limit": case.limit}
+        others |= {"return_final_states": True}
+    return {name: t.detach().requires_grad_() for name, t in leaves.items()}, others
+
+
+def laid(case: Case, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [N, ...] in the layout of a call; one group of Mamba-1's B and C has no dimension."""
+    t = rows.unflatten(0, (case.batch, case.lengths[0]) if case.batch else (1, case.rows))
+    if not case.selective:
+        return t
+    t = t.movedim(1, -1)
+    return t.squeeze(1) if t.dim() == 4 and case.heads[0] == 1 else t
+
+
+def rows_in(case: Case, t: torch.Tensor, groups: bool = False) -> torch.Tensor:
+    """The inverse of `laid`.  groups: Whether it has a dimension of groups."""
+    rows = t.movedim(-1, 1).flatten(0, 1) if case.selective else t.flatten(0, 1)
+    return rows.unsqueeze(1) if groups and rows.dim() == 2 else rows
+
+
+def public(case: Case, arguments: dict[str, object]) -> dict[str, object]:
+    """Arguments, of which operands and main_grads have names of `NAMES`, by the public names."""
+    known = dict(zip(NAMES, SCANS[case.selective][1], strict=True))
+    known |= {f"{name}_main_grad": f"{known[name]}_main_grad" for name in SUMMED}
+    return {known.get(name, name): t for name, t in arguments.items()}
+
+
+def called(case: Case, leaves: dict[str, torch.Tensor], **others):
+    """Results of a case's function."""
+    return getattr(ck, SCANS[case.selective][0])(**public(case, leaves | others))
 
 
 def exact(
@@ -79,12 +133,13 @@ def exact(
     x, dt, A, B, C, D, z, dt_bias, initial = leaves
     outs, lasts = [], []
     for s, (first, end) in enumerate(case.sequences.bounds()):
-        state = x.new_zeros(case.heads[1], *case.sizes) if initial is None else initial[s]
-        rows = [t[first:end] for t in (x, dt, B, C)]
-        gate = None if z is None else z[first:end]
+        size = case.heads[1], *case.sizes
+        state = x.new_zeros(size) if initial is None else initial[s].view(size)
+        rows = [t[first:end] for t in (x.view(-1, *size[:2]), dt, B, C)]
+        gate = None if z is None else z.view(-1, *size[:2])[first:end]
         out, last = oracle.state_space(*rows, A, D, gate, dt_bias, state, case.options)
-        outs.append(out)
-        lasts.append(last)
+        outs.append(out.view(-1, *x.shape[1:]))
+        lasts.append(last.view(*x.shape[1:], -1))
     return torch.cat(outs), torch.stack(lasts), leaves
 
 
@@ -97,4 +152,13 @@ CASES = {
     "pack": Case((5, 0, 130, 1, 260), behind=3, skip=2),
     "fp32": Case((129,), batch=1, dtype=FP32, dt=FP32, sizes=(32, 8), gate=False, softplus=False),
     "fp16": Case((3, 128), dtype=FP16, dt=FP32, heads=(2, 2), sizes=(40, 16), bias=False),
+}  # fmt: skip
+_CHANNELS = {"selective": True, "limit": (-INF, INF)}
+SELECTIVE_CASES = {
+    "channels": Case((70,), batch=2, heads=(1, 12), sizes=(1, 16), **_CHANNELS),
+    "channels of a pack": Case((5, 0, 33, 1), behind=3, heads=(2, 6), sizes=(1, 8), **_CHANNELS),
+    "plain channels": Case(
+        (9,), batch=3, heads=(1, 4), sizes=(1, 1), skip=0, gate=False, bias=False, initial=False,
+        softplus=False, dtype=FP32, dt=FP32, **_CHANNELS,
+    ),
 }  # fmt: skip

@@ -1,9 +1,10 @@
-"""The state space scan on a CPU: values, bytes of parts and packs, gradients, what is refused."""
+"""The scans on a CPU: values, bytes of parts and packs, gradients; what Mamba-2's refuses."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import pytest
@@ -27,11 +28,28 @@ from tests.contract import same_bytes
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
 
-from .ssd_cases import BF16, CASES, FP32, INF, Case, exact, operands, upstream
+from .ssd_cases import (
+    BF16,
+    FP32,
+    INF,
+    NAMES,
+    ROWS,
+    SCANS,
+    SELECTIVE_CASES,
+    SUMMED,
+    Case,
+    called,
+    exact,
+    given,
+    laid,
+    operands,
+    rows_in,
+    upstream,
+)
+from .ssd_cases import CASES as SSD_CASES
 
+CASES = SSD_CASES | SELECTIVE_CASES
 scan = ck.mamba_chunk_scan_combined
-NAMES = "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states"
-ROWS, SUMMED = ("x", "dt", "B", "C", "z"), ("A", "D", "dt_bias")
 #: Operands of heads, and the dimension that they lie along.
 OF_HEADS = {"x": 1, "dt": 1, "A": 0, "D": 0, "z": 1, "dt_bias": 0, "initial": 1}
 
@@ -44,30 +62,18 @@ class Results(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def given(case: Case, o) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """(Leaves by name, rows as [B, T, ...]; other arguments) of a call."""
-    shape = (case.batch, case.lengths[0]) if case.batch else (1, case.rows)
-    leaves = {name: t for name, t in zip(NAMES, o, strict=True) if t is not None}
-    leaves |= {name: t.unflatten(0, shape) for name, t in leaves.items() if name in ROWS}
-    others = {
-        "cu_seqlens": case.offsets, "dt_softplus": case.softplus, "dt_limit": case.limit,
-        "return_final_states": True,
-    }  # fmt: skip
-    return {name: t.detach().requires_grad_() for name, t in leaves.items()}, others
-
-
 def run(case: Case, o, slopes=None, **more) -> Results:
     """Both passes of the public function; main_grads where they are given."""
     leaves, others = given(case, o)
-    out, final = scan(**leaves, **others, **more)
+    out, final = called(case, leaves, **others, **more)
     d_out, d_final = upstream(case) if slopes is None else slopes
-    torch.autograd.backward((out, final), (d_out.view(out.shape), d_final))
+    torch.autograd.backward((out, final), (laid(case, d_out), d_final))
     grads = {
-        name: t.grad.flatten(0, 1) if name in ROWS else t.grad
+        name: rows_in(case, t.grad, name in ("B", "C")) if name in ROWS else t.grad
         for name, t in leaves.items()
         if f"{name}_main_grad" not in more
     }
-    return Results(out.flatten(0, 1).detach(), final.detach(), grads)
+    return Results(rows_in(case, out).detach(), final.detach(), grads)
 
 
 def same(a: Results, b: Results, names=NAMES) -> bool:
@@ -78,7 +84,7 @@ def same(a: Results, b: Results, names=NAMES) -> bool:
 
 def rows_of(results: Results, rows: slice, states: slice = slice(None)) -> Results:
     """Results of some rows, and of the states of some sequences."""
-    parts = dict.fromkeys(ROWS, rows) | {"initial_states": states}
+    parts = dict.fromkeys(ROWS, rows) | {"initial": states}
     grads = {name: t[parts[name]] for name, t in results.gradients.items() if name in parts}
     return Results(results.out[rows], results.final[states], grads)
 
@@ -127,38 +133,48 @@ def test_steps_at_their_limits():
 # ---- bytes ---------------------------------------------------------------------------------------
 
 SEQUENCE = Case((290,), batch=1, heads=(1, 2), sizes=(8, 16))
+CHANNELS = SELECTIVE_CASES["channels"]._replace(lengths=(70,), batch=1)
 
 
-def parts(cuts: tuple[int, ...]) -> tuple[Results, Results]:
-    """(the whole, its parts by way of states and their gradients) of a sequence of 290 rows.
+def parts(cuts: tuple[int, ...], case: Case = SEQUENCE) -> tuple[Results, Results]:
+    """(the whole, its parts by way of states and their gradients) of a sequence.
 
     Its decays are slow: the roundings of S between chunks reach the end.
     """
-    o = operands(SEQUENCE)
+    o = operands(case)
     o = o._replace(A=o.A * 0.001)
-    whole = run(SEQUENCE, o)
-    leaves, others = given(SEQUENCE, o)
-    others["cu_seqlens"] = None
-    state, outs = leaves["initial_states"], []
+    whole = run(case, o)
+    leaves, others = given(case, o)
+    state, outs, axis = leaves["initial"], [], 2 if case.selective else 1
     fixed = {name: leaves[name] for name in SUMMED}
-    for first, end in itertools.pairwise((0, *cuts, 290)):
-        rows = {name: leaves[name][:, first:end] for name in ROWS}
-        out, state = scan(**rows, **fixed, initial_states=state, **others)
+    for first, end in itertools.pairwise((0, *cuts, case.rows)):
+        rows = {name: leaves[name].narrow(axis, first, end - first) for name in ROWS}
+        out, state = called(case, rows | fixed, initial=state, **others)
         outs.append(out)
-    d_out, d_final = upstream(SEQUENCE)
-    torch.autograd.backward((torch.cat(outs, 1), state), (d_out[None], d_final))
-    grads = {name: t.grad[0] if name in ROWS else t.grad for name, t in leaves.items()}
-    return whole, Results(torch.cat(outs, 1)[0].detach(), state.detach(), grads)
+    d_out, d_final = upstream(case)
+    torch.autograd.backward((torch.cat(outs, axis), state), (laid(case, d_out), d_final))
+    grads = {
+        name: rows_in(case, t.grad, name in ("B", "C")) if name in ROWS else t.grad
+        for name, t in leaves.items()
+    }
+    out = rows_in(case, torch.cat(outs, axis)).detach()
+    return whole, Results(out, state.detach(), grads)
 
 
 #: What has the same bytes in parts: sums over rows start from zero in each.
-OF_ROWS = (*ROWS, "initial_states")
+OF_ROWS = (*ROWS, "initial")
 
 
 @pytest.mark.parametrize("cuts", [(128,), (256,), (128, 256)], ids=str)
 def test_parts_cut_at_chunks_have_the_bytes_of_the_whole(cuts):
     """Both passes: the gradient of a state is the one that a part before it goes on from."""
     assert same(*parts(cuts), OF_ROWS)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (32,), (33, 34, 50), range(60, 70)], ids=str)
+def test_parts_of_channels_have_the_bytes_of_the_whole(cuts):
+    """Mamba-1's sequence cut anywhere, row by row too."""
+    assert same(*parts(tuple(cuts), CHANNELS), OF_ROWS)
 
 
 def test_an_initial_state_starts_a_grid_of_chunks():
@@ -169,6 +185,8 @@ def test_an_initial_state_starts_a_grid_of_chunks():
 
 
 PACK = Case((5, 0, 130, 1, 260), behind=3)
+CHANNELS_PACK = SELECTIVE_CASES["channels of a pack"]
+both = pytest.mark.parametrize("case", [PACK, CHANNELS_PACK], ids=["heads", "channels"])
 
 
 def alone(case: Case, o, s: int, **more) -> tuple[Results, slice]:
@@ -183,8 +201,8 @@ def alone(case: Case, o, s: int, **more) -> tuple[Results, slice]:
 
 def mains(case: Case) -> dict[str, torch.Tensor]:
     """main_grads that are not zero."""
-    heads, size = case.heads[1], case.sizes[0]
-    shapes = (heads,), (heads, size)[: case.skip], (heads,)
+    o = operands(case)
+    shapes = (getattr(o, name).shape for name in SUMMED)
     return {
         f"{name}_main_grad": drawn(*shape, seed=30 + i, dtype=FP32)
         for i, (name, shape) in enumerate(zip(SUMMED, shapes, strict=True))
@@ -202,22 +220,25 @@ def packs(case: Case = PACK) -> None:
     assert not any(map(same_bytes, of_whole.values(), mains(case).values()))
 
 
-def test_a_sequence_of_a_pack_has_its_bytes_alone():
+@both
+def test_a_sequence_of_a_pack_has_its_bytes_alone(case):
     """Empty ones, those of one row, and those of several chunks; main_grads of any split."""
-    packs()
+    packs(case)
 
 
-def batches() -> None:
+BATCH, CHANNELS_BATCH = Case((140,), batch=2, skip=2), CHANNELS._replace(batch=2)
+
+
+def batches(case: Case = BATCH) -> None:
     """Sequences of a batch one by one: main_grads too."""
-    case = Case((140,), batch=2, skip=2)
     o, (d_out, d_final), of_whole, of_parts = (
         operands(case),
         upstream(case),
         *map(mains, [case] * 2),
     )
-    whole = run(case, o, **of_whole)
+    whole, length = run(case, o, **of_whole), case.lengths[0]
     for s in range(2):
-        rows, states = slice(140 * s, 140 * (s + 1)), slice(s, s + 1)
+        rows, states = slice(length * s, length * (s + 1)), slice(s, s + 1)
         part = o._replace(**{n: getattr(o, n)[rows] for n in ROWS}, initial=o.initial[states])
         slopes = d_out[rows], d_final[states]
         assert same(
@@ -226,43 +247,50 @@ def batches() -> None:
     assert all(map(same_bytes, of_whole.values(), of_parts.values()))
 
 
-def test_a_sequence_of_a_batch_has_its_bytes_alone():
-    batches()
+@pytest.mark.parametrize("case", [BATCH, CHANNELS_BATCH], ids=["heads", "channels"])
+def test_a_sequence_of_a_batch_has_its_bytes_alone(case):
+    batches(case)
 
 
-def chunks_of_sums() -> None:
-    """dD is Σ dy x of chunks of 128 rows, each rounded to fp32, added one by one."""
-    case = Case((260,), batch=1, gate=False)
+def chunks_of_sums(case: Case) -> None:
+    """dD is Σ dy x of chunks of rows, each rounded to fp32, added one by one."""
     o, (d_out, d_final), main = operands(case), upstream(case), mains(case)["D_main_grad"]
     want = main.clone()
     run(case, o, (d_out, d_final), D_main_grad=main)
-    for rows in halves(d_out.double() * o.x.double(), 2).split(128):
+    terms = d_out.double() * o.x.double()
+    for rows in (terms if case.selective else halves(terms, 2)).split(SCANS[case.selective][2]):
         want += functools.reduce(torch.add, rows).float()
     assert same_bytes(main, want)
 
 
-def test_sums_over_rows_are_added_by_chunk():
-    chunks_of_sums()
+SUMS = Case((260,), batch=1, gate=False), CHANNELS._replace(gate=False)
 
 
-def test_an_empty_sequence_keeps_its_state():
-    o, (_, d_final) = operands(PACK), upstream(PACK)
-    results = run(PACK, o)
+@pytest.mark.parametrize("case", SUMS, ids=["heads", "channels"])
+def test_sums_over_rows_are_added_by_chunk(case):
+    chunks_of_sums(case)
+
+
+@both
+def test_an_empty_sequence_keeps_its_state(case):
+    o, (_, d_final) = operands(case), upstream(case)
+    results = run(case, o)
     assert same_bytes(results.final[1], o.initial[1])
-    assert same_bytes(results.gradients["initial_states"][1], d_final[1])
-    empty = Case((0,), batch=2)
-    results = run(empty, operands(empty))
-    assert same_bytes(results.final, operands(empty).initial) and results.out.shape == (0, 4, 16)
-    assert same_bytes(results.gradients["initial_states"], upstream(empty)[1])
+    assert same_bytes(results.gradients["initial"][1], d_final[1])
+    empty = case._replace(lengths=(0,), batch=2, behind=0)
+    results, initial = run(empty, operands(empty)), operands(empty).initial
+    assert same_bytes(results.final, initial) and results.out.shape == (0, *o.x.shape[1:])
+    assert same_bytes(results.gradients["initial"], upstream(empty)[1])
     assert not any(results.gradients[name].any() for name in SUMMED)
     leaves, others = given(empty, operands(empty)._replace(initial=None))
-    zeros = scan(**leaves, **others)[1]
-    assert zeros.shape == (2, 4, 16, 24) and not zeros.any()
+    zeros = called(empty, leaves, **others)[1]
+    assert zeros.shape == initial.shape and not zeros.any()
 
 
-def test_a_batch_beside_nan():
+@both
+def test_a_batch_beside_nan(case):
     """Another sequence, and what lies behind a pack, may be anything."""
-    case = Case((140,), batch=2)
+    case = case._replace(lengths=(140,), batch=2, behind=0)
     o, slopes = operands(case), upstream(case)
     want = rows_of(run(case, o, slopes), slice(140), slice(1))
     for t in (*(getattr(o, n) for n in ROWS), slopes[0]):
@@ -270,7 +298,7 @@ def test_a_batch_beside_nan():
     for t in (o.initial, slopes[1]):
         t[1:] = torch.nan
     assert same(rows_of(run(case, o, slopes), slice(140), slice(1)), want)
-    pack = Case((140,), behind=140)
+    pack = case._replace(batch=0, behind=140)
     beside, slopes = o._replace(initial=o.initial[:1]), (slopes[0], slopes[1][:1])
     got = run(pack, beside, slopes)
     assert same(rows_of(got, slice(140)), want)
@@ -280,13 +308,16 @@ def test_a_batch_beside_nan():
     assert all(same_bytes(got.gradients[n], sums.gradients[n]) for n in SUMMED)
 
 
-def served_alone() -> None:
+SHARED = Case((130,), batch=1, heads=(1, 3), dtype=FP32, dt=FP32)
+SHARED_BY_CHANNELS = CHANNELS._replace(heads=(1, 3), dtype=FP32, dt=FP32)
+
+
+def served_alone(case: Case) -> None:
     """Heads of a group: each has its bytes alone, and dB and dC add theirs, ascending.
 
     The first two are alike, with slopes that cancel, and so large that nothing else would be left
     of the third in another order.
     """
-    case = Case((130,), batch=1, heads=(1, 3), dtype=FP32, dt=FP32)
     o, slopes = operands(case), upstream(case)
     for name, axis in OF_HEADS.items():
         t = getattr(o, name)
@@ -301,21 +332,21 @@ def served_alone() -> None:
         single = run(case._replace(heads=(1, 1)), o._replace(**of_head), slope)
         pairs = [(single.out, whole.out[:, h : h + 1]), (single.final, whole.final[:, h : h + 1])]
         for n, axis in OF_HEADS.items():
-            n = "initial_states" if n == "initial" else n
             pairs.append((single.gradients[n], whole.gradients[n].narrow(axis, h, 1)))
         assert all(same_bytes(*each) for each in pairs)
     for name in ("B", "C"):
         assert same_bytes(single.gradients[name] + 0.0, whole.gradients[name])
 
 
-def test_heads_that_share_a_group():
-    served_alone()
+@pytest.mark.parametrize("case", [SHARED, SHARED_BY_CHANNELS], ids=["heads", "channels"])
+def test_heads_that_share_a_group(case):
+    served_alone(case)
 
 
-def test_no_bit_follows_how_much_is_computed_at_once(monkeypatch):
-    case = Case((140,), batch=2, heads=(2, 6))
+@pytest.mark.parametrize("case", [Case((140,), batch=2, heads=(2, 6)), CHANNELS_BATCH], ids=str)
+def test_no_bit_follows_how_much_is_computed_at_once(monkeypatch, case):
     want = run(case, operands(case))
-    monkeypatch.setattr(cpu_chunks, "AT_ONCE", 5 * 128 * 16 * 24)
+    monkeypatch.setattr(cpu_chunks, "AT_ONCE", 5 * SCANS[case.selective][2] * math.prod(case.sizes))
     assert same(run(case, operands(case)), want)
 
 
@@ -326,10 +357,29 @@ def sequences_of(rows: torch.Tensor) -> torch.Tensor:
     return out.reshape(len(rows), 24)
 
 
-def test_the_battery_of_rows():
+def sequences_of_channels(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of sequences of 3 rows of 8 channels, one in each row given."""
+    u, B, C = rows.view(-1, 3, 3, 8).transpose(2, 3).unbind(1)
+    A = -torch.arange(1, 65).view(8, 8) / 32.0
+    return ck.selective_scan(u, u, A, B, C, delta_softplus=True, z=u).reshape(len(rows), 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("mamba_chunk_scan_combined", sequences_of), ("selective_scan", sequences_of_channels)],
+)
+def test_the_battery_of_rows(name, call):
     """A sequence is a row: batches, neighbours, NaN among them, strides, repeated calls."""
-    op = contract.RowOp("mamba_chunk_scan_combined", sequences_of, width=72, dtype=BF16)
+    op = contract.RowOp(name, call, width=72, dtype=BF16)
     assert contract.check_rows(op, 70, seed=1) > 50
+
+
+def test_n_ascends():
+    """Mamba-1's S C is a chain: what cancels first leaves the rest."""
+    B = torch.tensor([2.0**60, -(2.0**60), 1.0, 3.0]).view(1, 4, 1)
+    one = torch.ones(1, 1, 1)
+    y = ck.selective_scan(one, one, torch.zeros(1, 4), B, torch.ones(1, 4, 1))
+    assert y.item() == 4.0
 
 
 #: Edits of cpu_ssd.py.
@@ -343,20 +393,29 @@ MUTANTS = {
     "decay after the update": (
         "states[t + 1] += states[t] * decay", "states[t + 1] = (states[t + 1] + states[t]) * decay",
     ),
-    "y before the update": ("halves(states[1:] * rows.C", "halves(states[:-1] * rows.C"),
+    "y before the update": ("state(states[1:] * rows.C", "state(states[:-1] * rows.C"),
     "groups by turns": ("t.repeat_interleave(times, 2)", "t.repeat(1, 1, times, 1)"),
     "D of another head": ("repeat(count, 1)[None]", "repeat(count, 1).flip(0)[None]"),
     "a gradient of the state that is not decayed": (
-        "slope = after[t] * rows.decay[t, :, None, None]", "slope = after[t]",
+        "slope = rule.round(after[t] * rows.decay[t, :, None])", "slope = after[t]",
     ),
-    "no gradient of the decay in dt": ("+ rows.A[..., 0] * d_decay", "+ 0.0 * d_decay"),
+    "no gradient of the decay in dt": ("over_state(rows.A * d_decay)", "over_state(0.0 * d_decay)"),
     "dz of the gated rows": (
-        "slopes * _ungated(rows, states) *", "slopes * _gated(rows, _ungated(rows, states)) *",
+        "slopes * _ungated(rule, rows, states) *",
+        "slopes * _gated(rows, _ungated(rule, rows, states)) *",
     ),
     "sums of a batch, chunk by chunk": (
         "for first, end in sequences.bounds():", "for first, end in [(0, len(terms))]:",
     ),
-    "sums by chunks of 64": ("terms[first:end], SSD_CHUNK)", "terms[first:end], 64)"),
+    "sums by chunks of 64": ("terms[first:end], rule.chunk)", "terms[first:end], 64)"),
+    "a state that is rounded where a chunk ends": (
+        "return state.float().double() if self.each_row", "return state if self.each_row",
+    ),
+    "a gradient of the state that is not rounded": (
+        "slope = rule.round(after[t] * rows.decay[t, :, None])",
+        "slope = after[t] * rows.decay[t, :, None]",
+    ),
+    "n in halves": ("functools.reduce(torch.add, t.unbind(-1))", "halves(t, t.dim() - 1)"),
 }  # fmt: skip
 
 
@@ -369,7 +428,9 @@ def test_killed(name):
         packs()
         batches()
         assert same(*parts((128, 256)), OF_ROWS)
-        chunks_of_sums()
+        assert same(*parts((33, 34), CHANNELS), OF_ROWS)
+        chunks_of_sums(SUMS[0])
+        test_n_ascends()
     dispatch.forget()
 
 
@@ -450,16 +511,16 @@ def test_double_backward_is_refused():
         torch.autograd.grad(scan(**RIGHT | {"x": x}).sum(), x, create_graph=True)
 
 
+@pytest.mark.parametrize("case", [Case((9,), batch=2), CHANNELS_BATCH], ids=["heads", "channels"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_that_nobody_needs(name):
+def test_gradients_that_nobody_needs(name, case):
     """One alone has the bytes that it has among all; the state is not asked for."""
-    case = Case((9,), batch=2)
-    results = []
+    results, asked = [], {"return_last_state", "return_final_states"}
     for wanted in (NAMES, (name,)):
         leaves, others = given(case, operands(case))
         leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
-        out = scan(**leaves, **others | {"return_final_states": False})
-        out.backward(upstream(case)[0].view(out.shape))
+        out = called(case, leaves, **{n: t for n, t in others.items() if n not in asked})
+        out.backward(laid(case, upstream(case)[0]))
         assert all((t.grad is not None) == (n in wanted) for n, t in leaves.items())
         results.append(leaves[name].grad)
     assert same_bytes(*results)

@@ -12,6 +12,7 @@ import torch
 
 from cute_kernels.cpu import elementary
 from cute_kernels.linear_attn import cpu_ssd, op_ssd
+from cute_kernels.linear_attn.config import SSD_CHUNK
 from cute_kernels.linear_attn.tensors import Last, StateSpace, StateSpaceGradients, StateSpaceSaved
 from ptxsim.skips import requires_core
 from tests.contract import same_bytes
@@ -29,7 +30,7 @@ from tests.triton_runner import (
     device_guard,  # noqa: F401  (a fixture)
 )
 
-from .ssd_cases import BF16, FP32, INF, Case, operands, upstream
+from .ssd_cases import BF16, FP32, INF, ROWS, SUMMED, Case, operands, upstream
 from .triton_engine import SSD, SSD_BACKWARD
 
 pytestmark = pytest.mark.simulates("linear_attn.triton")
@@ -40,7 +41,6 @@ BATCH = Case(
     (131,), batch=2, heads=(2, 2), sizes=(32, 16), dt=FP32, skip=1, gate=False, bias=False,
     initial=False, softplus=False,
 )  # fmt: skip
-ROWS, SUMMED = ("x", "dt", "B", "C", "z"), ("A", "D", "dt_bias")
 
 
 class Forward(NamedTuple):
@@ -54,7 +54,8 @@ class Forward(NamedTuple):
 def forward(launch, given: Case, o: StateSpace, lag: int = -1) -> Forward:
     shape = (given.batch, given.lengths[0]) if given.batch else (1, given.rows)
     x, B = (t.unflatten(0, shape) for t in (o.x, o.B))
-    saved = op_ssd._saved(x, B, o.z, given.offsets, on_cpu=launch is cpu_ssd)
+    slots = given.sequences.slots(SSD_CHUNK)
+    saved = op_ssd.SCAN.saved(o._replace(x=x, B=B), slots, on_cpu=launch is cpu_ssd)
     out = torch.full(o.x.shape, float("nan"), dtype=o.x.dtype)
     final = torch.full((given.count, given.heads[1], *given.sizes), float("nan"))
     launch.ssd_scan(o, given.sequences, given.options, out, Last(final, lag), saved)
@@ -373,7 +374,8 @@ def everything(given: Case):
     o = operands(given)
 
     def call(launch) -> None:
-        saved = op_ssd._saved(o.x[None], o.B[None], o.z, given.offsets, on_cpu=False)
+        rows = o._replace(x=o.x[None], B=o.B[None])
+        saved = op_ssd.SCAN.saved(rows, given.sequences.slots(SSD_CHUNK), on_cpu=False)
         final = torch.empty(given.count, given.heads[1], *given.sizes)
         if hasattr(launch, "ssd_scan_backward"):
             backward(launch, given, o, Forward(o.x, final, saved))

@@ -37,7 +37,9 @@ SCAN = ssd_cases.Case(
     softplus=False,
     limit=(0.0, float("inf")),
 )
-SCAN_PACK = SCAN._replace(lengths=(5, 0, 130), batch=0, behind=3)
+SELECTIVE = SCAN._replace(
+    lengths=(40,), heads=(1, 6), sizes=(1, 8), limit=(-ssd_cases.INF, ssd_cases.INF), selective=True
+)
 
 
 def conv(batch: int = 2, bias=None, initial_states=None, width: int = 4, **options):
@@ -164,46 +166,37 @@ def delta(
     return shares
 
 
-#: Those of sums over rows have a share of their largest term.
-SUMMED = ("A", "D", "dt_bias")
-
-
-def scan(batch: int = 2, main_grads: bool = False, cu_seqlens=None, **changed):
-    """Shares of the bounds that both passes take; ``changed``: fields of the case."""
-    case = (SCAN if cu_seqlens is None else SCAN_PACK)._replace(**changed)
-    o, fields = ssd_cases.operands(case), StateSpace._fields
-    leaves = {n: leaf(t) for n, t in zip(fields, o, strict=True) if t is not None}
-    rows = {
-        n: t.unflatten(0, (batch, -1)) for n, t in leaves.items() if n in ("x", "dt", "B", "C", "z")
-    }
-    arguments = leaves | rows
-    options = {"initial_states": arguments.pop("initial", None), "cu_seqlens": cu_seqlens}
-    options |= {"dt_softplus": case.softplus, "dt_limit": case.limit, "chunk_size": 128}
-    mains = {n: torch.zeros(t.shape) for n, t in leaves.items() if n in SUMMED and main_grads}
-    options |= {f"{n}_main_grad": t for n, t in mains.items()}
-    out, *last = torch.utils._pytree.tree_leaves(
-        call(
-            "mamba_chunk_scan_combined",
-            **arguments,
-            **options,
-            return_final_states=case.initial,
-        )
-    )
+def scan(of=SCAN, pack: bool = False, main_grads: bool = False, **changed):
+    """Shares of the bounds that both passes take; ``changed``: fields of the case ``of``."""
+    packed = {"lengths": (5, 0, of.lengths[0]), "batch": 0, "behind": 3} if pack else {}
+    case = of._replace(**packed | changed)
+    name, _, chunk = ssd_cases.SCANS[case.selective]
+    o = ssd_cases.operands(case)
+    leaves, others = ssd_cases.given(case, o)
+    others |= {} if case.selective else {"chunk_size": chunk}
+    summed = {n: leaves[n] for n in ssd_cases.SUMMED if n in leaves}
+    mains = {f"{n}_main_grad": torch.zeros(t.shape) for n, t in summed.items() if main_grads}
+    out, last = call(name, **ssd_cases.public(case, leaves | others | mains))
     d_out, d_last = ssd_cases.upstream(case)
-    slopes = [d_out.view(out.shape), d_last][: 1 + case.initial]
-    torch.autograd.backward([out, *last], slopes)
+    torch.autograd.backward([out, last], [ssd_cases.laid(case, d_out), d_last])
     *wanted, exacts = ssd_cases.exact(case, o)
-    slopes = [d_out[: len(wanted[0])].double(), d_last.double()][: 1 + case.initial]
-    torch.autograd.backward(wanted[: 1 + case.initial], slopes)
-    got = {"out": out.flatten(0, 1)} | dict(zip(["last"], last, strict=False))
-    got |= {f"d{n}": mains.get(n, t.grad) for n, t in leaves.items()}
+    slopes = [d_out[: len(wanted[0])].double(), d_last.double()]
+    torch.autograd.backward(wanted, slopes)
+    got = {"out": ssd_cases.rows_in(case, out), "last": last}
+    for n, t in leaves.items():
+        grad = mains.get(f"{n}_main_grad", t.grad)
+        rows = n in ssd_cases.ROWS
+        got[f"d{n}"] = ssd_cases.rows_in(case, grad, n in ("B", "C")) if rows else grad
     want = dict(zip(["out", "last"], wanted, strict=False))
-    want |= {f"d{n}": t.grad for n, t in zip(fields, exacts, strict=True) if t is not None}
-    on_cpu = dispatch.backend("ssd_scan", d_out.device, BF16) == arch.CPU
-    inside = 2.0**-22 if on_cpu else 2.0**-6
+    want |= {
+        f"d{n}": t.grad for n, t in zip(StateSpace._fields, exacts, strict=True) if t is not None
+    }
+    exact = case.selective or dispatch.backend("ssd_scan", d_out.device, BF16) == arch.CPU
+    inside = 2.0**-22 if exact else 2.0**-6
     shares = {}
     for name, actual in got.items():
-        more = 2.0**4 if name[1:] in SUMMED else 1.0
+        # Those of sums over rows have a share of their largest term.
+        more = 2.0**4 if name[1:] in ssd_cases.SUMMED else 1.0
         bound = oracle.delta_bound(want[name], actual.dtype, inside * more)
         error = (actual[: len(bound)].double() - want[name][: len(actual)]).abs()
         shares[name] = (error / bound[: len(actual)]).max().item()
@@ -282,11 +275,23 @@ TABLE: dict[str, Cases] = {
         D={"skip": 1},
         gate={"gate": True},
         steps={"bias": True, "softplus": True, "limit": (0.02, 2.0)},
-        pack={"batch": 1, "cu_seqlens": SCAN_PACK.offsets, "initial": True},
+        pack={"pack": True, "initial": True},
         main_grads={"skip": 2, "bias": True, "main_grads": True},
         all={
-            "batch": 1, "cu_seqlens": SCAN_PACK.offsets, "initial": True, "skip": 1, "gate": True,
-            "bias": True, "softplus": True, "limit": (0.02, 2.0), "main_grads": True,
+            "pack": True, "initial": True, "skip": 1, "gate": True, "bias": True, "softplus": True,
+            "limit": (0.02, 2.0), "main_grads": True,
+        },
+    ),
+    "selective_scan": cases(
+        functools.partial(scan, SELECTIVE),
+        plain={},
+        groups={"heads": (3, 6), "skip": 1, "gate": True},
+        steps={"bias": True, "softplus": True},
+        pack={"pack": True, "initial": True},
+        main_grads={"skip": 1, "bias": True, "main_grads": True},
+        all={
+            "pack": True, "initial": True, "skip": 1, "gate": True, "bias": True, "softplus": True,
+            "main_grads": True,
         },
     ),
     "gated_rms_norm": cases(

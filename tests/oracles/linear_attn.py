@@ -75,7 +75,7 @@ def state_space(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, P], last state) of one sequence, B and C [T, G, N], state [H, P, N]; float64.
 
-    options: Whether dt goes through softplus, and its limits.
+    A: [H], or [H, N].  options: Whether dt goes through softplus, and its limits.
     """
     softplus, low, high = options
     if dt_bias is not None:
@@ -84,9 +84,9 @@ def state_space(
     group = torch.arange(x.shape[1]) // (x.shape[1] // B.shape[1])
     out = []
     for t in range(len(x)):
-        decay = (A * step[t]).exp()
+        decay = (A.view(len(A), 1, -1) * step[t, :, None, None]).exp()
         added = torch.einsum("h,hp,hn->hpn", step[t], x[t], B[t, group])
-        state = decay[:, None, None] * state + added
+        state = decay * state + added
         y = torch.einsum("hpn,hn->hp", state, C[t, group])
         if D is not None:
             y = y + D.view(len(D), -1) * x[t]
