@@ -104,7 +104,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
-    from cute_kernels.linear_attn import op_delta, op_ssd
+    from cute_kernels.linear_attn import op_delta, op_selective, op_ssd
     from cute_kernels.linear_attn.config import MAX_CHANNELS, MAX_HEADS
     from cute_kernels.linear_attn.tensors import (
         Conv,
@@ -125,6 +125,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta_backward,
         delta_step,
         gate,
+        selective,
         ssd,
         ssd_backward,
     )
@@ -137,7 +138,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        linear = delta, delta_backward, delta_step, gate, linear_attn, ssd, ssd_backward
+        linear = delta, delta_backward, delta_step, gate, linear_attn, selective, ssd, ssd_backward
         for module in (*linear, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
@@ -168,6 +169,12 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         ssd.ssd_scan(*scan, x[0], None, saved)
         gradients = StateSpaceGradients(*[None] * 9)
         ssd_backward.ssd_scan_backward(x[0], None, *scan, saved, gradients)
+        u, B, A = _meta(1, MAX_HEADS, wide), _meta(1, 8, wide), _meta(MAX_HEADS, 8).float()
+        scan = op_selective.SCAN.rows_of(StateSpace(u, u, A, B, B, None, None, None, None))
+        saved = op_selective.SCAN.saved(scan._replace(x=u), wide, on_cpu=False)
+        scan = scan, Sequences(wide, 1, None), StepOptions(True, 0.0, 1.0)
+        selective.selective_scan(*scan, scan[0].x, None, saved)
+        selective.selective_scan_backward(scan[0].x, None, *scan, saved, gradients)
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
     return recorder.grids

@@ -14,7 +14,7 @@ import torch
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from ..cpu import elementary
-from .triton.plan import GATED_NORM, TRITON
+from .triton.plan import GATED_NORM, SELECTIVE, TRITON
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Rows of a chunk of sums over rows: the convolution's, and the decay's.
@@ -152,10 +152,18 @@ def selective_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "state and its gradient": "fp32 behind each row",
         "rounding of a row": "one, at the end",
         "chunk of sums over rows": SELECTIVE_CHUNK,
-        "sums of the gradients of A, D and delta_bias": "rows of a chunk ascending, then chunks",
-        "gradients of B and C": "channels ascending; one rounding",
     }
-    return common | _arithmetic(backend, device)
+    if backend == arch.CPU:
+        return common | _arithmetic(backend, device) | {
+            "sums of the gradients of A, D, delta_bias": "rows of a chunk ascending, then chunks",
+            "gradients of B and C": "channels ascending; one rounding",
+        }  # fmt: skip
+    return common | _arithmetic(backend, device) | {
+        "multiply-adds": "S from (step u) B, terms of chains over n, D u, sums over rows",
+        "sums of the gradients of A, D, delta_bias": "rows of a chunk descending, then chunks",
+        "gradients of B and C": "channels of a part as halves, parts ascending; one rounding",
+        "channels of a part": SELECTIVE.channels,
+    }  # fmt: skip
 
 
 def _arithmetic(backend: str, device: arch.Device) -> dict[str, object]:

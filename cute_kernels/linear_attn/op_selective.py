@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arch import CPU
+from ..arch import CPU, TRITON
 from . import checks, config
 from .op import channel_last
 from .op_scan import Scan
@@ -50,5 +50,9 @@ class _Selective(Scan):
 
 SCAN = _Selective()
 selective_scan, selective_scan_backward = SCAN.define(
-    {CPU: ("cpu_ssd", frozenset(config.DTYPE_NAMES))}, config.selective_facts
+    {
+        TRITON: ("triton.selective", frozenset(config.DTYPE_NAMES)),
+        CPU: ("cpu_ssd", frozenset(config.DTYPE_NAMES)),
+    },
+    config.selective_facts,
 )

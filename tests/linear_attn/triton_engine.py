@@ -96,4 +96,18 @@ SSD_BACKWARD = Runner(
         "ssd", "ssd_backward",
     ),
 )  # fmt: skip
-RUNNERS = (RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD, DELTA_STEP, SSD, SSD_BACKWARD)
+SELECTIVE = Runner(
+    package,
+    {
+        "scan_kernel": ("out_ptr", "step_ptr", "states_ptr", "final_ptr"),
+        "state_gradient_kernel": ("d_states_ptr", "d_initial_ptr"),
+        "gradient_kernel": ("dx_ptr", "d_dt_ptr", "dz_ptr", "parts_ptr", "sums_ptr"),
+        "add_sums_kernel": ("into_ptr",),
+    },
+    files=(
+        "kernel", "kernel_gate", "kernel_delta", "kernel_selective", "launch", "ssd", "selective",
+    ),
+)  # fmt: skip
+RUNNERS = (
+    RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD, DELTA_STEP, SSD, SSD_BACKWARD, SELECTIVE,
+)  # fmt: skip

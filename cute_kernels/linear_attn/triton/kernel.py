@@ -186,7 +186,7 @@ def _without_first(rows, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store_zeros(out_ptr, start, stop, channel, D):
+def store_zeros(out_ptr, start, stop, channel, D):
     """Rows that belong to no sequence."""
     for row in range(start, stop):
         zeros = tl.zeros(channel.shape, out_ptr.dtype.element_ty)
@@ -228,7 +228,7 @@ def conv_kernel(
             target += AHEAD * row
             left -= AHEAD
     else:
-        _store_zeros(out_ptr, start, stop, channel, D)
+        store_zeros(out_ptr, start, stop, channel, D)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "D", "x_stride"])
@@ -297,7 +297,7 @@ def conv_gradient_kernel(
             if dx_ptr is not None:
                 target += AHEAD * row
     elif dx_ptr is not None:
-        _store_zeros(dx_ptr, start, stop, channel, D)
+        store_zeros(dx_ptr, start, stop, channel, D)
     if sums_ptr is not None:
         for w in tl.static_range(WIDTH + 1):
             store_sums(

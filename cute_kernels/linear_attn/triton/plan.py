@@ -92,3 +92,25 @@ class GatedNormPlan:
 
 
 GATED_NORM = GatedNormPlan()
+
+
+@dataclass(frozen=True)
+class SelectivePlan:
+    """Sizes of programs of the selective scan, which no measurement has tuned.
+
+    channels: Of a program, one a lane; its share of dB and dC is one part of their sums.
+    ahead: Rows of a program that are computed between two stores.
+    states: Numbers of the states of rows that a lane of the backward holds.
+    """
+
+    channels: int = 32
+    ahead: int = 4
+    states: int = 32
+    fp_fusion: bool = False
+
+    def rows(self, state: int) -> int:
+        """Rows whose states a program of the backward holds."""
+        return max(1, self.states // state)
+
+
+SELECTIVE = SelectivePlan()

@@ -58,16 +58,16 @@ def ssd_scan(
         )  # fmt: skip
 
 
-def loadable(operands: StateSpace) -> StateSpace:
+def loadable(operands: StateSpace, op: str = NAME) -> StateSpace:
     """The operands with neighbours of a head side by side, parameters and states without gaps."""
     dense = {}
     for name in ("x", "dt", "B", "C", "z"):
         t = getattr(operands, name)
         if t is not None and t.stride(-1) != 1:
-            dense[name] = contiguous(NAME, name, t, "a last stride of 1")
+            dense[name] = contiguous(op, name, t, "a last stride of 1")
     for name in ("A", "D", "dt_bias", "initial"):
         if (t := getattr(operands, name)) is not None:
-            dense[name] = contiguous(NAME, name, t, "no gaps")
+            dense[name] = contiguous(op, name, t, "no gaps")
     return operands._replace(**dense)
 
 
