@@ -14,7 +14,9 @@ from .gemm.api import skinny_linear as skinny_linear
 from .linear_attn.api import causal_conv1d_fn as causal_conv1d_fn
 from .linear_attn.api import causal_conv1d_update as causal_conv1d_update
 from .linear_attn.api import chunk_gated_delta_rule as chunk_gated_delta_rule
+from .linear_attn.api import chunk_kda as chunk_kda
 from .linear_attn.api import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+from .linear_attn.api import fused_recurrent_kda as fused_recurrent_kda
 from .linear_attn.api import gated_rms_norm as gated_rms_norm
 from .linear_attn.api import mamba_chunk_scan_combined as mamba_chunk_scan_combined
 from .linear_attn.api import selective_scan as selective_scan

@@ -43,6 +43,7 @@ SYSTEMS = (
             **dict.fromkeys(
                 ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), "gated_delta_rule"
             ),
+            **dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), "kda"),
             "mamba_chunk_scan_combined": "ssd_scan",
             "selective_scan": "selective_scan",
             "gated_rms_norm": "gated_norm",

@@ -18,11 +18,15 @@ IDS = torch.tensor([3, 1, 3, 0, 9, 1])
 TAPS = drawn(K, 4, seed=7, dtype=FP32)
 
 
-def gated(x: torch.Tensor, A_log: torch.Tensor, dt_bias, **main_grads) -> torch.Tensor:
+def gated(
+    x: torch.Tensor, A_log: torch.Tensor, dt_bias, rule=ck.chunk_gated_delta_rule, **main_grads
+) -> torch.Tensor:
     """Rows [M, 16] of a gated delta rule, all of whose rows are of x [M, K]."""
     q, k, v, a, beta, _ = x[None].split((8, 8, 16, 2, 2, 4), 2)
     q, k, v = (t.unflatten(2, (-1, 8)) for t in (q, k, v))
-    out, _ = ck.chunk_gated_delta_rule(
+    if rule is ck.chunk_kda:
+        a = a[..., None] + v
+    out, _ = rule(
         q, k, v, a, beta, use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, **main_grads,
     )  # fmt: skip
@@ -64,6 +68,12 @@ CALLS = {
     "chunk_gated_delta_rule, A_log": (lambda x, w, m: gated(x, w, None, A_log_main_grad=m), (2,)),
     "chunk_gated_delta_rule, dt_bias": (
         lambda x, w, m: gated(x, TAPS[:2, 0], w, dt_bias_main_grad=m), (2,),
+    ),
+    "chunk_kda, A_log": (
+        lambda x, w, m: gated(x, w, None, ck.chunk_kda, A_log_main_grad=m), (2,),
+    ),
+    "chunk_kda, dt_bias": (
+        lambda x, w, m: gated(x, TAPS[:2, 0], w, ck.chunk_kda, dt_bias_main_grad=m), (16,),
     ),
     "mamba_chunk_scan_combined, A": (lambda x, w, m: scanned(x, A=w, A_main_grad=m), (2,)),
     "mamba_chunk_scan_combined, D": (lambda x, w, m: scanned(x, D=w, D_main_grad=m), (2, 8)),

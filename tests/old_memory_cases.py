@@ -126,16 +126,17 @@ def conv(*ends: int, tokens: int) -> None:
     backward(ck.causal_conv1d_fn(x, weight, bias, states, **options)[0])
 
 
-def delta(*ends: int, tokens: int) -> None:
-    """A pack; rows behind its last sequence belong to none."""
+def delta(*ends: int, tokens: int, channels: tuple[int, ...] = ()) -> None:
+    """A pack; rows behind its last sequence belong to none.  channels: Those of a gate."""
     q, k, v = (leaf(1, tokens, heads, 8, seed=i) for i, heads in enumerate((1, 1, 2)))
-    beta, g = leaf(1, tokens, 2, seed=3), leaf(1, tokens, 2, seed=4, dtype=FP32)
+    beta, g = leaf(1, tokens, 2, seed=3), leaf(1, tokens, 2, *channels, seed=4, dtype=FP32)
     state = leaf(len(ends), 2, 8, 8, seed=5, dtype=FP32)
     options = {
         "cu_seqlens": torch.tensor([0, *ends], dtype=INT32), "output_final_state": True,
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": leaf(2, seed=6),
     }  # fmt: skip
-    backward(ck.chunk_gated_delta_rule(q, k, v, g, beta, None, state, **options))
+    rule = ck.chunk_kda if channels else ck.chunk_gated_delta_rule
+    backward(rule(q, k, v, g, beta, None, state, **options))
 
 
 def scan(*ends: int, tokens: int) -> None:
@@ -230,6 +231,7 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
             "rows of no sequence": (conv, 3, 3, 70, {"tokens": 90}),
             "delta, no rows": (delta, 0, {"tokens": 0}),
             "delta, rows of no sequence": (delta, 3, 3, 70, {"tokens": 90}),
+            "delta, channels": (delta, 3, 3, 70, {"tokens": 90, "channels": (8,)}),
             "scan, no rows": (scan, 0, {"tokens": 0}),
             "selective scan, no rows": (selective, 0, {"tokens": 0}),
             "selective scan, rows of no sequence": (selective, 3, 3, 40, {"tokens": 70}),

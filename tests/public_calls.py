@@ -18,9 +18,17 @@ TABLE, SCALES = (drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)), torch.tensor([
 
 def delta_rule(q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and last state of a gated delta rule."""
-    return ck.chunk_gated_delta_rule(
-        q, k, v, g.float(), beta, initial_state=state.float(), output_final_state=True
-    )
+    rule = ck.chunk_gated_delta_rule if g.dim() == 3 else ck.chunk_kda
+    return rule(q, k, v, g.float(), beta, initial_state=state.float(), output_final_state=True)
+
+
+def gated_delta_rule(q, k, v, g, beta, A_log, dt_bias) -> torch.Tensor:
+    """Rows of a gated delta rule behind norms and a gate."""
+    rule, options = ck.fused_recurrent_gated_delta_rule, {}
+    if g.dim() == 4:
+        rule, options = ck.fused_recurrent_kda, {"lower_bound": -5.0}
+    options |= {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+    return rule(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, **options)[0]
 
 
 #: Name -> a call on leaves, and their shapes; fp32 for mhc.
@@ -47,11 +55,14 @@ CASES = {
         delta_rule, *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (1, 2, 8, 8),
     ),
     "fused_recurrent_gated_delta_rule": (
-        lambda q, k, v, g, beta, A_log, dt_bias: ck.fused_recurrent_gated_delta_rule(
-            q, k, v, g, beta, use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
-        )[0],
+        gated_delta_rule,
         *[(1, 5, 1, 8)] * 2, (1, 5, 2, 8), *[(1, 5, 2)] * 2, (2,), (2,),
+    ),
+    "chunk_kda": (
+        delta_rule, *[(1, 5, 1, 8)] * 2, *[(1, 5, 2, 8)] * 2, (1, 5, 2), (1, 2, 8, 8),
+    ),
+    "fused_recurrent_kda": (
+        gated_delta_rule, *[(1, 5, 1, 8)] * 2, *[(1, 5, 2, 8)] * 2, (1, 5, 2), (2,), (16,),
     ),
     "mamba_chunk_scan_combined": (
         lambda x, dt, A, B, C, D, z, dt_bias, states: ck.mamba_chunk_scan_combined(
@@ -136,6 +147,7 @@ CASES = {
 #: Positions of leaves that are fp32 among others of bf16.
 OF_FP32 = {
     "chunk_gated_delta_rule": (3, 5),
+    "chunk_kda": (3, 5),
     "mamba_chunk_scan_combined": (2, 8),
     "selective_scan": (2, 8),
 }

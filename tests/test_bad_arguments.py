@@ -62,6 +62,11 @@ RIGHT = {
         **RULE, "g": t(1, 3, 2), "A_log": t(2), "dt_bias": t(2) + 1,
         "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True,
     },
+    "chunk_kda": {**RULE, "g": -t(1, 3, 2, 8).abs()},
+    "fused_recurrent_kda": {
+        **RULE, "g": t(1, 3, 2, 8), "A_log": t(2), "dt_bias": t(16) + 1,
+        "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "lower_bound": -5.0,
+    },
     "mamba_chunk_scan_combined": {
         "x": t(1, 3, 2, 8), "dt": t(1, 3, 2), "A": t(2), "B": t(1, 3, 1, 16), "C": t(1, 3, 1, 16),
         "D": t(2, 8), "z": t(1, 3, 2, 8), "dt_bias": t(2) + 1, "initial_states": t(1, 2, 8, 16),

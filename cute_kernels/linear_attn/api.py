@@ -10,6 +10,7 @@ import torch
 from ..runtime import checking
 from . import checks, op, op_delta, op_gate, op_gated_norm, op_selective, op_ssd
 from .config import L2NORM_EPS
+from .tensors import DeltaRule
 
 
 def causal_conv1d_fn(
@@ -208,19 +209,37 @@ def chunk_gated_delta_rule(
     """
     if others:
         checking.no_other_arguments("chunk_gated_delta_rule", others, checks.DELTA_NAMES)
-    checking.flag("output_final_state", output_final_state)
-    checking.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    mains = {"A_log_main_grad": A_log_main_grad, "dt_bias_main_grad": dt_bias_main_grad}
-    checks.gate(use_gate_in_kernel, q, g, A_log=A_log, dt_bias=dt_bias, **mains)
-    if use_qk_l2norm_in_kernel:
+    flags = output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel
+    gate = {"A_log": A_log, "dt_bias": dt_bias}
+    gate |= {"A_log_main_grad": A_log_main_grad, "dt_bias_main_grad": dt_bias_main_grad}
+    operands = DeltaRule(q, k, v, g, beta, initial_state)
+    return _delta_rule(operands, "[B, T, HV]", cu_seqlens, scale, flags, gate)
+
+
+def _delta_rule(
+    operands: DeltaRule,
+    layout: str,
+    cu_seqlens: torch.Tensor | None,
+    scale: float | None,
+    flags: tuple[bool, bool, bool],
+    gate: dict[str, torch.Tensor | None],
+    lower_bound: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_gated_delta_rule` or `chunk_kda`; ``layout``: of the gates g."""
+    (q, k, v, g, beta, initial), (with_final, norm, in_kernel) = operands, flags
+    checking.flag("output_final_state", with_final)
+    checking.flag("use_qk_l2norm_in_kernel", norm)
+    checks.gate(in_kernel, q, g, layout, **gate, lower_bound=lower_bound)
+    if norm:
         checks.queries_and_keys(q, k)
         q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
-    if use_gate_in_kernel:
-        g = op_gate.decay_gate(g, A_log, dt_bias, cu_seqlens, *mains.values())
+    if in_kernel:
+        A_log, dt_bias, *mains = gate.values()
+        g = op_gate.decay_gate(g, A_log, dt_bias, cu_seqlens, *mains, lower_bound)
     out, final, *_ = op_delta.gated_delta_rule(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state, -1
+        q, k, v, g, beta, initial, cu_seqlens, scale, with_final, -1
     )
-    return out, final if output_final_state else None
+    return out, final if with_final else None
 
 
 def fused_recurrent_gated_delta_rule(
@@ -259,6 +278,112 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
         A_log_main_grad=A_log_main_grad, dt_bias_main_grad=dt_bias_main_grad, **others,
+    )  # fmt: skip
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    A_log_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kimi delta attention: a gated delta rule whose state decays by channel of k.
+
+        S ← diag(e^g) S;  S ← S + k (beta (v - Sᵀ k))ᵀ;  o = scale Sᵀ q
+
+    `chunk_gated_delta_rule` otherwise, with its chunks of 64 rows; a row depends on no bit of a
+    later one, in its chunk either.  Gates of any size are exact: no power of 2 overflows.
+
+    Args:
+        q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens: As in `chunk_gated_delta_rule`.
+        g: [B, T, HV, K], fp32: the natural logs of the decays, at most 0.
+        use_gate_in_kernel: Whether g is the input of a gate, bf16, fp16 or fp32, and the log of the
+            decay is -e^A_log softplus(g + dt_bias).
+        A_log: [HV], a parameter of the gate.
+        dt_bias: [HV K], another, or None.
+        lower_bound: If given, the gate is lower_bound sigmoid(e^A_log (g + dt_bias)); below 0.
+        A_log_main_grad, dt_bias_main_grad: fp32, of their shapes, or None.  If given, backward adds
+            the gradient into it in place and ``grad`` stays None, as in `linear`.
+
+    Returns:
+        (o [B, T, HV, V] of the dtype of q, final_state [sequences, HV, K, V] in fp32 or None).
+
+    Guarantees, Raises: as `chunk_gated_delta_rule`.  `fused_recurrent_kda` has the same bytes.
+
+    Source: Kimi Team, "Kimi Linear", 2025, equation 1; the interface of flash-linear-attention 0.6.
+
+    Example:
+        >>> q, k = (torch.nn.functional.normalize(torch.randn(1, 70, 2, 16), dim=-1) for _ in "qk")
+        >>> rows = q, k, torch.randn(1, 70, 2, 16), -torch.rand(1, 70, 2, 16), torch.rand(1, 70, 2)
+        >>> whole, _ = ck.chunk_kda(*rows)
+        >>> first, last = zip(*(t.split(64, 1) for t in rows))
+        >>> o, state = ck.chunk_kda(*first, output_final_state=True)
+        >>> rest, _ = ck.chunk_kda(*last, initial_state=state)
+        >>> bool((torch.cat([o, rest], 1) == whole).all())
+        True
+    """
+    if others:
+        checking.no_other_arguments("chunk_kda", others, checks.KDA_NAMES)
+    flags = output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel
+    gate = {"A_log": A_log, "dt_bias": dt_bias}
+    gate |= {"A_log_main_grad": A_log_main_grad, "dt_bias_main_grad": dt_bias_main_grad}
+    operands = DeltaRule(q, k, v, g, beta, initial_state)
+    return _delta_rule(operands, "[B, T, HV, K]", cu_seqlens, scale, flags, gate, lower_bound)
+
+
+def fused_recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    A_log_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_kda` under the name of single rows: one op, with the same bytes.
+
+    Args, Returns, Guarantees, Raises: as `chunk_kda`.
+
+    Source: the interface of flash-linear-attention 0.6.
+
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 3, 2, 16) for _ in "qkvg")
+        >>> gates = -g.abs(), torch.rand(1, 3, 2)
+        >>> rows, _ = ck.fused_recurrent_kda(q, k, v, *gates)
+        >>> bool((rows == ck.chunk_kda(q, k, v, *gates)[0]).all())
+        True
+    """
+    return chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound, A_log_main_grad=A_log_main_grad,
+        dt_bias_main_grad=dt_bias_main_grad, **others,
     )  # fmt: skip
 
 

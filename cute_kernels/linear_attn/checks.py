@@ -34,6 +34,11 @@ DELTA_NAMES = {
     "chunk_size": f"no chunk_size (chunks have {DELTA_CHUNK} rows)",
     "cp_context": "no cp_context (sequences lie on one device)",
     **{name: f"no {name} (states are [K, V])" for name in STATE_LAYOUTS},
+    "use_beta_sigmoid_in_kernel": "no use_beta_sigmoid_in_kernel (beta = ck.sigmoid(b))",
+}
+#: Likewise of `chunk_kda`.
+KDA_NAMES = DELTA_NAMES | {
+    "safe_gate": "no safe_gate (any gate is safe; lower_bound= bounds that of use_gate_in_kernel)"
 }
 #: Arguments of mamba_ssm -> what `mamba_chunk_scan_combined` has in their place.
 SSD_NAMES = {
@@ -100,10 +105,16 @@ def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: floa
     _on_gpus("q", "K", q, DELTA_GPU_SIZES)
     _on_gpus("v", "V", v, DELTA_GPU_SIZES)
     checking.same_device("v", v, "q", q)
-    for name, t, dtypes in (("g", g, ()), ("beta", beta, (q.dtype,))):
-        checking.operand(name, t, "[B, T, HV]", (*dtypes, torch.float32))
+    channels = gate_dimensions(g) == 4
+    of_g = "[B, T, HV, K]" if channels else "[B, T, HV]", q.shape[3:] if channels else ()
+    for name, t, (layout, more), dtypes in (
+        ("g", g, of_g, ()),
+        ("beta", beta, ("[B, T, HV]", ()), (q.dtype,)),
+    ):
+        checking.operand(name, t, layout, (*dtypes, torch.float32))
         checking.same_device(name, t, "q", q)
-        checking.shape(name, t, v.shape[:3], "B, T, HV of v")
+        whose = "B, T, HV of v" + (", K of q" if more else "")
+        checking.shape(name, t, (*v.shape[:3], *more), whose)
     sequences = count_of(cu_seqlens, "q", q)
     if initial_state is not None:
         checking.operand("initial_state", initial_state, "[S, HV, K, V]", (torch.float32,))
@@ -125,15 +136,22 @@ def queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
     checking.shape("k", k, q.shape, "that of q")
 
 
-def gate(in_kernel: object, q: torch.Tensor, g: torch.Tensor, **parameters: object) -> None:
+def gate_dimensions(g: object) -> int:
+    """Dimensions of the gates of a delta rule: 4 of channels [B, T, HV, K], else 3."""
+    return 4 if isinstance(g, torch.Tensor) and g.dim() == 4 else 3
+
+
+def gate(
+    in_kernel: object, q: torch.Tensor, g: torch.Tensor, layout: str, **parameters: object
+) -> None:
     """Check what `op_gate.decay_gate` knows by other names, or that nothing of it is given.
 
-    parameters: A_log, which a gate has, and others by name.
+    layout: Of g.  parameters: A_log, which a gate has, and others by name.
     """
     checking.flag("use_gate_in_kernel", in_kernel)
+    checking.tensor("q", q)
+    checking.operand("g", g, layout)
     if in_kernel:
-        checking.tensor("q", q)
-        checking.operand("g", g, "[B, T, HV]")
         checking.same_device("g", g, "q", q)
         checking.tensor("A_log", parameters["A_log"])
         return
@@ -293,24 +311,32 @@ def decay_gate(
     cu_seqlens: torch.Tensor | None,
     A_log_main_grad: torch.Tensor | None,
     dt_bias_main_grad: torch.Tensor | None,
+    lower_bound: float | None,
 ) -> None:
     """Check the arguments of `op_gate.decay_gate`."""
-    checking.operand("a", a, "[B, T, H]")
+    of_heads = gate_dimensions(a) == 3
+    checking.operand("a", a, "[B, T, H]" if of_heads else "[B, T, H, K]")
     checking.supported("decay_gate", a.device)
-    heads = a.shape[2]
-    if heads > MAX_CHANNELS:
-        raise ShapeError(expected("a", f"an H of at most {MAX_CHANNELS}", heads))
-    parameters = {"A_log": (A_log, A_log_main_grad)}
+    heads, channels = a.shape[2], math.prod(a.shape[2:])
+    most = MAX_CHANNELS if of_heads else MAX_HEADS
+    if heads > most:
+        raise ShapeError(expected("a", f"an H of at most {most}", heads))
+    if not of_heads:
+        _multiple("a", "K", a.shape[3], *DELTA_SIZES)
+    parameters = {"A_log": (A_log, A_log_main_grad, heads, "[H]")}
     if dt_bias is not None or dt_bias_main_grad is not None:
-        parameters["dt_bias"] = dt_bias, dt_bias_main_grad
-    for name, (parameter, main_grad) in parameters.items():
+        layout = "[H]" if of_heads else "[H K]"
+        parameters["dt_bias"] = dt_bias, dt_bias_main_grad, channels, layout
+    for name, (parameter, main_grad, size, layout) in parameters.items():
         if parameter is not None:
-            checking.operand(name, parameter, "[H]")
-            if parameter.shape[0] != heads:
-                want = f"shape [{heads}], H of a"
+            checking.operand(name, parameter, layout)
+            if parameter.shape[0] != size:
+                want = f"shape [{size}], {layout[1:-1]} of a"
                 raise ShapeError(expected(name, want, list(parameter.shape)))
             checking.same_device(name, parameter, "a", a)
         destination.check_of(f"{name}_main_grad", main_grad, name, parameter, a)
+    if lower_bound is not None and not -math.inf < checking.number("lower_bound", lower_bound) < 0:
+        raise ArgumentValueError(expected("lower_bound", "a number below 0", lower_bound))
     count_of(cu_seqlens, "a", a)
 
 

@@ -59,6 +59,8 @@ KEPT: Mapping[str, frozenset[str]] = {
     arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
     arch.CPU: _KEPT,
 }
+#: Likewise, of Kimi delta attention.
+KDA_KEPT = {arch.CPU: _KEPT}
 
 
 def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
@@ -110,6 +112,15 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "order": order, "products": products, "block": DELTA_BLOCK,
         "sums over K of gradients": DELTA_PART,
     }  # fmt: skip
+
+
+def kda_facts(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the contract id of Kimi delta attention covers: those that differ, too."""
+    lower_bound = "lower_bound sigmoid((e^A_log) (a + dt_bias))"
+    channels = "halves of a row, then rows" if backend == arch.CPU else "rows, then halves"
+    common: dict[str, object] = {"decay": "by channel", "gate with a lower bound": lower_bound}
+    common |= {"gradient of A_log": f"channels of a head: {channels}"}
+    return delta_facts(backend, device) | common
 
 
 def ssd_facts(backend: str, device: arch.Device) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
     S ← e^g S,  u = beta (v - Sᵀ k),  S ← S + k uᵀ,  o = scale Sᵀ q
 
+In Kimi delta attention each row of S [K, V] has a decay of its own.
+
 Every operation is elementwise and IEEE's; sums over K and V are halving trees.  So no bit depends
 on threads, on other heads or sequences, or on how many of them are computed at once.  S, and its
 gradient in the backward, are rounded to fp32 where a chunk of 64 rows of a sequence ends.
@@ -86,7 +88,8 @@ def delta_rule_backward(
 class _Rows(NamedTuple):
     """Rows of a chunk by lane, a v head of a sequence, in fp64.
 
-    q, k: [rows, lanes, K].  v: [rows, lanes, V].  decay, beta: [rows, lanes].
+    q, k: [rows, lanes, K].  v: [rows, lanes, V].  decay: [rows, lanes, K or 1, 1].
+    beta: [rows, lanes].
     """
 
     q: torch.Tensor
@@ -104,7 +107,7 @@ def _rows(operands: DeltaRule, chunk: Chunk) -> _Rows:
     times = v.shape[2] // k.shape[2]
     q, k = (t.repeat_interleave(times, 2) for t in (q, k))
     q, k, v, g, beta = map(to_lanes, (q, k, v, g, beta))
-    return _Rows(q, k, v, elementary.exp(g), beta)
+    return _Rows(q, k, v, elementary.exp(g).view(*v.shape[:2], -1, 1), beta)
 
 
 def _lanes(rows: _Rows) -> Iterator[slice]:
@@ -124,8 +127,8 @@ def _recurrence(rows: _Rows, before: torch.Tensor) -> tuple[torch.Tensor, torch.
     states = before.new_empty(len(rows.k) + 1, *before.shape, dtype=torch.float64)
     states[0] = before
     residuals = torch.empty_like(rows.v)
-    columns, decays, betas = rows.k[..., None], rows.decay[..., None, None], rows.beta[..., None]
-    for t, (k, v, decay, beta) in enumerate(zip(columns, rows.v, decays, betas, strict=True)):
+    columns, betas = rows.k[..., None], rows.beta[..., None]
+    for t, (k, v, decay, beta) in enumerate(zip(columns, rows.v, rows.decay, betas, strict=True)):
         state = torch.mul(states[t], decay, out=states[t + 1])
         torch.sub(v, halves(state * k, 1), out=residuals[t])
         state += k * (beta * residuals[t])[:, None]
@@ -144,7 +147,7 @@ def _gradients(
     after, decayed = torch.empty_like(states[1:]), torch.empty_like(states[1:])
     d_u, d_residuals = torch.empty_like(residuals), torch.empty_like(residuals)
     reads, columns = (rows.q * scale)[..., None], rows.k[..., None]
-    decays, betas = rows.decay[..., None, None], rows.beta[..., None]
+    decays, betas = rows.decay, rows.beta[..., None]
     slope = slope.double()
     for t in reversed(range(len(reads))):
         torch.add(slope, reads[t] * slopes[t][:, None], out=after[t])
@@ -155,5 +158,7 @@ def _gradients(
     u, read = betas * residuals, states[:-1] * decays
     d_q = halves(states[1:] * slopes[:, :, None], 3) * scale
     d_k = halves(after * u[:, :, None] - read * d_residuals[:, :, None], 3)
-    d_g = halves(halves(decayed * read, 3), 2)
+    d_g = halves(decayed * read, 3)
+    if decays.shape[2] == 1:
+        d_g = halves(d_g, 2)
     return d_q, d_k, d_residuals, d_g, halves(d_u * residuals, 2), slope

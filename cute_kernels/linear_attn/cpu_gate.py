@@ -36,7 +36,10 @@ def _rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
-    """Write g [N, H] = -e^A_log softplus(a + dt_bias); rows of no sequence are 0."""
+    """Write g [N, C] = -e^A_log softplus(a + dt_bias), or lower_bound sigmoid(e^A_log (a + ...)).
+
+    Rows of no sequence are 0.
+    """
     out.zero_()
     end = sequences.bounds()[-1][1]
     with ieee():
@@ -46,27 +49,32 @@ def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
 def decay_gate_backward(
     dg: torch.Tensor, gate: Gate, sequences: Sequences, gradients: GateGradients
 ) -> None:
-    """Make the gradients of `decay_gate` from dg [N, H]; da of rows of no sequence is 0."""
+    """Make the gradients of `decay_gate` from dg [N, C]; da of rows of no sequence is 0."""
     da, into_A_log, into_dt_bias = gradients
     if da is not None:
         da.zero_()
     with ieee():
         for first, end in sequences.bounds():
-            g, slope = _values(gate, first, end)
+            _, slope, of_A_log = _values(gate, first, end)
             upstream = dg[first:end].double()
             if da is not None:
                 da[first:end] = upstream * slope
             if into_A_log is not None:
-                add_chunks(into_A_log, upstream * g)
+                terms = (upstream * of_A_log).unflatten(1, (len(gate.A_log), -1))
+                add_chunks(into_A_log, halves(terms, 2))
             if into_dt_bias is not None:
                 add_chunks(into_dt_bias, upstream * slope)
 
 
-def _values(gate: Gate, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(g, dg/da) of rows, fp64."""
+def _values(gate: Gate, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(g, dg/da, dg/dA_log) of rows, fp64."""
     x = gate.a[first:end].double()
     if gate.dt_bias is not None:
         x = x + gate.dt_bias.double()
-    rate = -elementary.exp(gate.A_log.double())
+    rate = elementary.exp(gate.A_log.double()).repeat_interleave(x.shape[1] // len(gate.A_log))
+    if gate.lower_bound is not None:
+        slope = elementary.derivative("sigmoid", rate * x) * gate.lower_bound * rate
+        return elementary.value("sigmoid", rate * x) * gate.lower_bound, slope, slope * x
     soft = torch.where(x > SOFTPLUS_LINEAR, x, elementary.softplus(x))
-    return rate * soft, rate * elementary.value("sigmoid", x)
+    g = -rate * soft
+    return g, -rate * elementary.value("sigmoid", x), g

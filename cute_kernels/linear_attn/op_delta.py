@@ -1,5 +1,7 @@
 """The torch ops of the gated delta rule: schemas, fakes, autograd.
 
+Gates [B, T, HV, K] make it Kimi delta attention, which has entries of `dispatch` of its own.
+
     gated_delta_rule           (out [B, T, HV, V], final [S, HV, K, V], and what is saved)
     gated_delta_rule_backward  gradients of q, k, v, g, beta, initial
 
@@ -8,6 +10,8 @@ more, says where final is taken: `tensors.Last`.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -22,21 +26,17 @@ from . import checks, config
 from .op import sequences_of
 from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
 
-_ENTRY = "gated_delta_rule"
+_ENTRY, _OF_CHANNELS = "gated_delta_rule", "kda"
+#: Entry -> its public function.
+_PUBLIC = {_ENTRY: "chunk_gated_delta_rule", _OF_CHANNELS: "chunk_kda"}
 
 for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")):
-    dispatch.register(
-        f"{_ENTRY}{_end}",
-        {
-            TRITON: Implementation(
-                f"{__package__}.triton.delta{_end}:{_function}", frozenset({torch.bfloat16})
-            ),
-            CPU: Implementation(
-                f"{__package__}.cpu_delta:{_function}", frozenset(config.DTYPE_NAMES)
-            ),
-        },
-        contract="chunk_gated_delta_rule",
+    _on_cpu = Implementation(f"{__package__}.cpu_delta:{_function}", frozenset(config.DTYPE_NAMES))
+    _on_gpu = Implementation(
+        f"{__package__}.triton.delta{_end}:{_function}", frozenset({torch.bfloat16})
     )
+    dispatch.register(f"{_ENTRY}{_end}", {TRITON: _on_gpu, CPU: _on_cpu}, contract=_PUBLIC[_ENTRY])
+    dispatch.register(f"{_OF_CHANNELS}{_end}", {CPU: _on_cpu}, contract=_PUBLIC[_OF_CHANNELS])
 
 dispatch.register(
     "gated_delta_step",
@@ -49,13 +49,21 @@ dispatch.register(
 )
 
 
-def backend(device: torch.device, dtype: torch.dtype) -> str:
+def backend(device: torch.device, dtype: torch.dtype, entry: str = _ENTRY) -> str:
     """Return the backend of the rule."""
-    return dispatch.backend(_ENTRY, device, dtype)
+    return dispatch.backend(entry, device, dtype)
 
 
 for _name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
     contracts.register(contracts.Contract(_name, config.KEPT, config.delta_facts, backend))
+for _name in ("chunk_kda", "fused_recurrent_kda"):
+    _backend = functools.partial(backend, entry=_OF_CHANNELS)
+    contracts.register(contracts.Contract(_name, config.KDA_KEPT, config.kda_facts, _backend))
+
+
+def entry_of(g: torch.Tensor) -> str:
+    """Return the entry of `dispatch` for gates [B, T, HV] or [B, T, HV, K]."""
+    return _ENTRY if g.dim() == 3 else _OF_CHANNELS
 
 
 def _check(*args):
@@ -108,8 +116,8 @@ def _fake(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
 def _plan(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
     if not v.numel():
         return Plan(_run_nothing, cacheable=False)
-    launch = dispatch.launcher(_ENTRY, v.device, v.dtype)
-    on_cpu = backend(v.device, v.dtype) == CPU
+    launch = dispatch.launcher(entry_of(g), v.device, v.dtype)
+    on_cpu = backend(v.device, v.dtype, entry_of(g)) == CPU
 
     def run(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
         out, final, *saved = _results(k, v, offsets, with_final, on_cpu)
@@ -145,7 +153,7 @@ def _plan_backward(
 ):
     if not v.numel():
         return Plan(_run_backward_of_nothing, cacheable=False)
-    launch = dispatch.launcher(f"{_ENTRY}_backward", v.device, v.dtype)
+    launch = dispatch.launcher(f"{entry_of(g)}_backward", v.device, v.dtype)
 
     def run(
         d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
@@ -179,12 +187,12 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, d_out, d_final, *_):
+    tensors = ctx.saved_tensors
     if torch.is_grad_enabled():
         raise UnsupportedTransformError(
-            "cute_kernels.chunk_gated_delta_rule: double backward (create_graph=True) is not "
-            "available"
+            f"cute_kernels.{_PUBLIC[entry_of(tensors[3])]}: double backward (create_graph=True) "
+            "is not available"
         )
-    tensors = ctx.saved_tensors
     d_out = torch.zeros_like(tensors[2]) if d_out is None else d_out
     needs = list(ctx.needs_input_grad[:6])
     results = gated_delta_rule_backward(d_out, d_final, *tensors, ctx.scale, needs)

@@ -2,7 +2,9 @@
 
     l2norm               y = x / √(Σ x² + eps), rows of the last dimension, dtype of x
     l2norm_backward      dx = rstd (dy - x̂ Σ dy x̂)
-    decay_gate           g = -e^A_log softplus(a + dt_bias), fp32; a [B, T, H]
+    decay_gate           g = -e^A_log softplus(a + dt_bias), or, with a lower bound,
+                         lower_bound sigmoid(e^A_log (a + dt_bias)), fp32; a [B, T, H] or
+                         [B, T, H, K], A_log [H], dt_bias [H] or [H K]
     decay_gate_backward  (da, dA_log, d_dt_bias)
 
 Rows may lie apart: a last dimension without gaps is read where it lies, another one is copied.
@@ -111,37 +113,37 @@ l2norm_backward = define_op(
 # ---- decay ---------------------------------------------------------------------------------------
 
 
-def _check_each(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad):
+def _check_each(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, lower_bound):
     # Memory of main_grads, and what reduces their parameters, is in no signature.
     return A_log_main_grad is not None or dt_bias_main_grad is not None
 
 
 def _rows(a: torch.Tensor) -> torch.Tensor:
-    """a [B, T, H] as rows [B T, H]: a view where one stride reaches them, else a copy."""
-    return a.reshape(-1, a.shape[2])
+    """a [B, T, ...] as rows [B T, C]: a view where one stride reaches them, else a copy."""
+    return a.reshape(a.shape[0] * a.shape[1], -1)
 
 
-def _fake_decay_gate(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad):
+def _fake_decay_gate(a, *_):
     return a.new_empty(a.shape, dtype=torch.float32)
 
 
-def _plan_decay_gate(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad):
+def _plan_decay_gate(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, lower_bound):
     if not a.numel():
         return Plan(_fake_decay_gate, cacheable=False)
     launch = dispatch.launcher("decay_gate", a.device, a.dtype)
 
-    def run(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad):
+    def run(a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, lower_bound):
         read = {"a": a, "A_log": A_log, "dt_bias": dt_bias}
         destination.check_no_aliases(A_log_main_grad, dt_bias_main_grad, **read)
-        g = _fake_decay_gate(a, A_log, dt_bias, offsets, None, None)
-        launch(Gate(_rows(a), A_log, dt_bias), sequences_of(*a.shape[:2], offsets), _rows(g))
+        g, gate = _fake_decay_gate(a), Gate(_rows(a), A_log, dt_bias, lower_bound)
+        launch(gate, sequences_of(*a.shape[:2], offsets), _rows(g))
         return g
 
     return Plan(run)
 
 
 def _fake_decay_gate_backward(
-    dg, a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, needs
+    dg, a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, lower_bound, needs
 ):
     of_a, of_A_log, of_dt_bias = needs
     wanted = of_a, of_A_log and A_log_main_grad is None, of_dt_bias and dt_bias_main_grad is None
@@ -156,7 +158,7 @@ def _plan_decay_gate_backward(dg, a, *others):
         return Plan(_run_backward_of_nothing, cacheable=False)
     launch = dispatch.launcher("decay_gate_backward", a.device, a.dtype)
 
-    def run(dg, a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, needs):
+    def run(dg, a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, lower_bound, needs):
         destination.check_no_aliases(A_log_main_grad, dt_bias_main_grad, dg=dg)
         of_a, *of_parameters = needs
         da = _dense(a) if of_a else None
@@ -166,8 +168,8 @@ def _plan_decay_gate_backward(dg, a, *others):
             for each, want in zip(parameters, of_parameters, strict=True)
         ]
         gradients = GateGradients(None if da is None else _rows(da), *sums)
-        operands = Gate(_rows(a), A_log, dt_bias), sequences_of(*a.shape[:2], offsets)
-        launch(_rows(dg), *operands, gradients)
+        gate = Gate(_rows(a), A_log, dt_bias, lower_bound)
+        launch(_rows(dg), gate, sequences_of(*a.shape[:2], offsets), gradients)
         results = [da] + [
             total.to(parameter.dtype) if total is not None and main_grad is None else None
             for total, (parameter, main_grad) in zip(sums, parameters, strict=True)
@@ -182,7 +184,7 @@ def _run_backward_of_nothing(*args):
 
 
 def _setup_decay_gate(ctx, inputs, output):
-    a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad = inputs
+    a, A_log, dt_bias, offsets, A_log_main_grad, dt_bias_main_grad, ctx.lower_bound = inputs
     ctx.save_for_backward(a, A_log, dt_bias, offsets)
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {1: A_log_main_grad, 2: dt_bias_main_grad}
@@ -192,19 +194,20 @@ def _backward_decay_gate(ctx, dg):
     inputs = ctx.saved_tensors
     targets = destination.targets(ctx, inputs, ctx.main_grads, (dg,)).values()
     needs = [ctx.needs_input_grad[0], *(t.wanted for t in targets)]
-    results = decay_gate_backward(dg, *inputs, *(t.into for t in targets), needs)
+    into = (t.into for t in targets)
+    results = decay_gate_backward(dg, *inputs, *into, ctx.lower_bound, needs)
     for target in targets:
         if target.wanted:
             target.written()
     returned = needs[0], *(t.returned for t in targets)
     gradients = [t if want else None for t, want in zip(results, returned, strict=True)]
-    return (*gradients, None, None, None)
+    return (*gradients, None, None, None, None)
 
 
 _PARAMETERS = "Tensor A_log, Tensor? dt_bias, Tensor? offsets"
 decay_gate = define_op(
-    f"decay_gate(Tensor a, {_PARAMETERS}, Tensor? A_log_main_grad, Tensor? dt_bias_main_grad) "
-    "-> Tensor",
+    f"decay_gate(Tensor a, {_PARAMETERS}, Tensor? A_log_main_grad, Tensor? dt_bias_main_grad, "
+    "float? lower_bound) -> Tensor",
     check=checks.decay_gate,
     check_each=_check_each,
     plan=_plan_decay_gate,
@@ -215,7 +218,7 @@ decay_gate = define_op(
 )
 decay_gate_backward = define_op(
     f"decay_gate_backward(Tensor dg, Tensor a, {_PARAMETERS}, Tensor(a!)? A_log_main_grad, "
-    "Tensor(b!)? dt_bias_main_grad, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    "Tensor(b!)? dt_bias_main_grad, float? lower_bound, bool[] needs) -> (Tensor, Tensor, Tensor)",
     plan=_plan_decay_gate_backward,
     fake=_fake_decay_gate_backward,
     vmap=_vmap,

@@ -41,7 +41,8 @@ class DeltaRule(NamedTuple):
     """Operands of a gated delta rule.
 
     q, k: Rows [N, Hk, K].  v: [N, HV, V]; k head h serves the HV / Hk v heads from h HV / Hk on.
-    g: [N, HV], fp32, the natural log of a row's decay.  beta: [N, HV], the dtype of q or fp32.
+    g: [N, HV], or [N, HV, K] of Kimi delta attention, fp32, the natural log of a row's decay.
+    beta: [N, HV], the dtype of q or fp32.
     initial: [S, HV, K, V], fp32, the state before each sequence's first row, or None: zeros.
     """
 
@@ -167,17 +168,22 @@ class StateSpaceGradients(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Operands of a decay.  a: rows [N, H].  A_log: [H].  dt_bias: [H] or None."""
+    """Operands of a decay.
+
+    a: Rows [N, C], C a multiple of H: C / H consecutive channels have a head's A_log.  A_log: [H].
+    dt_bias: [C] or None.  lower_bound: Of the decay's log; None: none.
+    """
 
     a: torch.Tensor
     A_log: torch.Tensor
     dt_bias: torch.Tensor | None
+    lower_bound: float | None = None
 
 
 class GateGradients(NamedTuple):
     """Gradients that a backward of a decay makes; None: one that nobody needs.
 
-    da [N, H] is written, of the dtype of a; A_log and dt_bias [H], fp32, are added to.
+    da [N, C] is written, of the dtype of a; A_log [H] and dt_bias [C], fp32, are added to.
     """
 
     da: torch.Tensor | None

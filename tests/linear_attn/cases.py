@@ -24,6 +24,8 @@ class Case(NamedTuple):
     initial: bool = True
     silu: bool = True
     behind: int = 0  # rows behind the last sequence of a pack
+    each: int = 1  # channels of a gate's head
+    bound: float | None = None  # of a gate
 
     @property
     def rows(self) -> int:
@@ -87,11 +89,14 @@ GATES = {
     "two chunks": Case((70,), batch=2, channels=3, bias=False, dtype=FP32),
     "pack": Case((5, 0, 66, 1, 130), channels=6, behind=3),
     "many heads": Case((3, 2), channels=70, dtype=torch.float16),
+    "channels": Case((5, 0, 66, 1, 130), channels=3, behind=3, each=24),
+    "bounded": Case((70,), batch=2, channels=3, dtype=FP32, each=16, bound=-5.0),
+    "bounded heads": Case((3, 70), channels=6, bound=-5.0, bias=False),
 }
 
 
 class GateOperands(NamedTuple):
-    """Rows [N, H] of a decay, its parameters, and the gradient of its result."""
+    """Rows [N, C] of a decay, its parameters, and the gradient of its result."""
 
     a: torch.Tensor
     A_log: torch.Tensor
@@ -101,22 +106,24 @@ class GateOperands(NamedTuple):
 
 def gate_operands(case: Case, seed: int = 0) -> GateOperands:
     """Rows of which some elements are `SPECIAL`."""
-    h, dtype = case.channels, case.dtype
-    a = drawn(case.rows, h, seed=seed, dtype=FP32) * 6
-    flat = a.view(-1)[3::7]
-    flat[: len(SPECIAL)] = torch.tensor(SPECIAL)[: len(flat)]
-    dt_bias = drawn(h, seed=seed + 2, dtype=FP32) if case.bias else None
-    dg = drawn(case.rows, h, seed=seed + 3, dtype=FP32)
+    h, channels, dtype = case.channels, case.channels * case.each, case.dtype
+    a = drawn(case.rows, channels, seed=seed, dtype=FP32) * 6
+    flat, special = a.view(-1)[3::7], torch.tensor(SPECIAL)
+    if case.bound is not None:  # a slope of 0, times x
+        special = special.clamp(min=-300)
+    flat[: len(SPECIAL)] = special[: len(flat)]
+    dt_bias = drawn(channels, seed=seed + 2, dtype=FP32) if case.bias else None
+    dg = drawn(case.rows, channels, seed=seed + 3, dtype=FP32)
     return GateOperands(a.to(dtype), drawn(h, seed=seed + 1, dtype=dtype), dt_bias, dg)
 
 
 def decay(launch, case: Case, o: GateOperands, sums=None) -> list[torch.Tensor]:
     """Results of both passes of launchers of the decay: g, da, dA_log, d_dt_bias."""
-    call = Gate(*o[:3]), case.sequences
+    call = Gate(*o[:3], case.bound), case.sequences
     g, da = torch.full_like(o.dg, float("nan")), torch.full_like(o.a, float("nan"))
     launch.decay_gate(*call, g)
     if sums is None:
-        sums = torch.zeros(case.channels), torch.zeros(case.channels)
+        sums = torch.zeros(case.channels), torch.zeros(case.channels * case.each)
     into = sums if o.dt_bias is not None else (sums[0], None)
     launch.decay_gate_backward(o.dg, *call, GateGradients(da, *into))
     return [g, da, *sums]

@@ -1,4 +1,7 @@
-"""Calls of the gated delta rule: a batch or a pack, with states and several v heads to a k head."""
+"""Calls of the gated delta rule: a batch or a pack, with states and several v heads to a k head.
+
+With gates by channel they are calls of Kimi delta attention.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+import cute_kernels as ck
 from cute_kernels.linear_attn.tensors import DeltaRule
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
@@ -26,6 +30,11 @@ class Case(NamedTuple):
     beta: torch.dtype = BF16
     initial: bool = True
     behind: int = 0  # rows behind the last sequence of a pack
+    channels: bool = False  # whether g has one for each
+
+    @property
+    def function(self):
+        return ck.chunk_kda if self.channels else ck.chunk_gated_delta_rule
 
     rows, count = cases.Case.rows, cases.Case.count
     offsets, sequences = cases.Case.offsets, cases.Case.sequences
@@ -35,10 +44,13 @@ def operands(case: Case, seed: int = 0) -> DeltaRule:
     """Rows [N, ...]: k of about unit length, gates from slow to -20, beta from 0 to 2."""
     (heads, v_heads), (k, v), n = case.heads, case.sizes, case.rows
     rows = [drawn(n, heads, k, seed=seed + i, dtype=FP32) * k**-0.5 for i in range(2)]
-    g = -drawn(n, v_heads, seed=seed + 3, dtype=FP32).exp2() * 0.3
+    of_g = (v_heads, k) if case.channels else (v_heads,)
+    g = -drawn(n, *of_g, seed=seed + 3, dtype=FP32).exp2() * 0.3
     beta = drawn(n, v_heads, seed=seed + 4, dtype=FP32).sigmoid()
     for i, (decay, step) in enumerate([(0.0, 1.0), (-20.0, 2.0), (0.0, 0.0)]):
         g[i::11], beta[i::7] = decay, step
+    if case.channels:
+        g[6::13, :, ::3] = -20.0
     initial = None
     if case.initial:
         initial = drawn(case.count, v_heads, k, v, seed=seed + 5, dtype=FP32)
@@ -60,22 +72,24 @@ def upstream(case: Case, seed: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gate_parameters(case: Case, seed: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
     """A_log and dt_bias of the gate that g goes through."""
-    return drawn(case.heads[1], seed=seed), drawn(case.heads[1], seed=seed + 1, dtype=FP32)
+    heads = case.heads[1]
+    channels = heads * case.sizes[0] if case.channels else heads
+    return drawn(heads, seed=seed), drawn(channels, seed=seed + 1, dtype=FP32)
 
 
 def exact(
-    case: Case, o: DeltaRule, scale: float, norm: bool = False, gate: tuple = ()
+    case: Case, o: DeltaRule, scale: float, norm: bool = False, gate: tuple = (), bound=None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """(o, last states, float64 leaves) by the recurrence, sequence by sequence.
 
-    norm: Of q and k before it.  gate: (A_log, dt_bias or None) of the gate before it.
+    norm: Of q and k before it.  gate, bound: (A_log, dt_bias or None) of the gate before it.
     """
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (*o, *gate)]
     *rows, initial = leaves[:6]
     if norm:
         rows[:2] = (oracle.l2norm(t, 1e-6) for t in rows[:2])
     if gate:
-        rows[3] = oracle.decay(rows[3], *leaves[6:])
+        rows[3] = oracle.decay(rows[3].flatten(1), *leaves[6:], bound).view_as(rows[3])
     outs, lasts = [], []
     for s, (first, end) in enumerate(case.sequences.bounds()):
         zeros = rows[0].new_zeros(case.heads[1], *case.sizes)
@@ -92,4 +106,12 @@ CASES = {
     "pack": Case((5, 0, 66, 1, 130), behind=3),
     "fp32": Case((65,), batch=1, dtype=FP32, beta=FP32, sizes=(32, 8)),
     "fp16": Case((3, 64), dtype=FP16, beta=FP32, heads=(2, 2), sizes=(40, 16)),
+}
+#: Those of Kimi delta attention.
+CHANNELS = {
+    "channels": Case((70,), batch=2, channels=True),
+    "channels, pack": Case((5, 0, 66, 1, 130), behind=3, channels=True),
+    "channels, fp32": Case(
+        (65,), batch=1, dtype=FP32, beta=FP32, sizes=(32, 8), channels=True, heads=(1, 3)
+    ),
 }

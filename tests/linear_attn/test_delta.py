@@ -24,7 +24,17 @@ from tests.contract import same_bytes
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
 
-from .delta_cases import BF16, CASES, FP32, Case, exact, gate_parameters, operands, upstream
+from .delta_cases import (
+    BF16,
+    CASES,
+    CHANNELS,
+    FP32,
+    Case,
+    exact,
+    gate_parameters,
+    operands,
+    upstream,
+)
 
 NAMES = "q", "k", "v", "g", "beta", "initial_state"
 #: Operands of v heads.
@@ -39,9 +49,7 @@ class Results(NamedTuple):
     gradients: tuple[torch.Tensor, ...]
 
 
-def run(
-    case: Case, o, slopes=None, function=ck.chunk_gated_delta_rule, gate=(), **options
-) -> Results:
+def run(case: Case, o, slopes=None, function=None, gate=(), **options) -> Results:
     """Both passes of the public function; ``gate``: A_log and dt_bias, whose gradients are last."""
     shape = (case.batch, case.lengths[0]) if case.batch else (1, case.rows)
     rows = [t.unflatten(0, shape) for t in o[:5]]
@@ -49,7 +57,7 @@ def run(
     options |= {"cu_seqlens": case.offsets, "initial_state": given[5], "output_final_state": True}
     if gate:
         options |= {"A_log": given[6], "dt_bias": given[7], "use_gate_in_kernel": True}
-    out, final = function(*given[:5], **options)
+    out, final = (function or case.function)(*given[:5], **options)
     leaves = [t for t in given if t is not None]
     d_out, d_final = upstream(case) if slopes is None else slopes
     grads = torch.autograd.grad((out, final), leaves, (d_out.unflatten(0, shape), d_final))
@@ -70,24 +78,30 @@ def rows_of(results: Results, rows: slice, states: slice = slice(None)) -> Resul
 # ---- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | CHANNELS)
 def test_against_float64(name):
     """Rows, states and all gradients; what lies behind the pack is 0."""
-    check_values(CASES[name])
+    check_values((CASES | CHANNELS)[name])
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_norms_and_gates_against_float64(norm, bias):
-    case = CASES["fp32"]
-    A_log, dt_bias = gate_parameters(case)
-    check_values(case, norm, (A_log, dt_bias if bias else None))
+    for case in (CASES["fp32"], CHANNELS["channels, fp32"]):
+        A_log, dt_bias = gate_parameters(case)
+        check_values(case, norm, (A_log, dt_bias if bias else None))
 
 
-def check_values(case: Case, norm: bool = False, gate: tuple = ()) -> None:
+def test_a_bounded_gate_against_float64():
+    case = CHANNELS["channels, fp32"]
+    check_values(case, False, gate_parameters(case), -5.0)
+
+
+def check_values(case: Case, norm: bool = False, gate: tuple = (), bound=None) -> None:
     o, (d_out, d_final) = operands(case), upstream(case)
-    got = run(case, o, gate=gate, scale=0.3, use_qk_l2norm_in_kernel=norm)
-    want, last, leaves = exact(case, o, 0.3, norm, gate)
+    options = {} if bound is None else {"lower_bound": bound}
+    got = run(case, o, gate=gate, scale=0.3, use_qk_l2norm_in_kernel=norm, **options)
+    want, last, leaves = exact(case, o, 0.3, norm, gate, bound)
     slopes = d_out[: len(want)].double(), d_final.double()
     wanted = torch.autograd.grad((want, last), [t for t in leaves if t is not None], slopes)
     assert got.final.dtype == FP32 and got.out.dtype == case.dtype
@@ -104,18 +118,19 @@ def check_values(case: Case, norm: bool = False, gate: tuple = ()) -> None:
 SEQUENCE = Case((150,), batch=1)
 
 
-def parts(cuts: tuple[int, ...]) -> tuple[Results, Results]:
+def parts(cuts: tuple[int, ...], channels: bool = False) -> tuple[Results, Results]:
     """(the whole, its parts by way of states and their gradients) of a sequence of 150 rows.
 
     Its gates are slow: the roundings of S between chunks reach the end.
     """
-    o, (d_out, d_final) = operands(SEQUENCE), upstream(SEQUENCE)
+    case = SEQUENCE._replace(channels=channels)
+    o, (d_out, d_final) = operands(case), upstream(case)
     o = o._replace(g=o.g * 0.005)
-    whole, initial = run(SEQUENCE, o), o.initial.requires_grad_()
+    whole, initial = run(case, o), o.initial.requires_grad_()
     state, outs, leaves = initial, [], []
     for first, end in itertools.pairwise((0, *cuts, 150)):
         rows = [t[None, first:end].detach().requires_grad_() for t in o[:5]]
-        out, state = ck.chunk_gated_delta_rule(*rows, initial_state=state, output_final_state=True)
+        out, state = case.function(*rows, initial_state=state, output_final_state=True)
         outs.append(out[0])
         leaves.append(rows)
     out = torch.cat(outs)
@@ -125,10 +140,11 @@ def parts(cuts: tuple[int, ...]) -> tuple[Results, Results]:
     return whole, Results(out.detach(), state.detach(), (*grads, d_initial))
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("cuts", [(64,), (128,), (64, 128)], ids=str)
-def test_parts_cut_at_chunks_have_the_bytes_of_the_whole(cuts):
+def test_parts_cut_at_chunks_have_the_bytes_of_the_whole(cuts, channels):
     """Both passes: the gradient of a state is the one that a part before it goes on from."""
-    assert same(*parts(cuts))
+    assert same(*parts(cuts, channels))
 
 
 def test_an_initial_state_starts_a_grid_of_chunks():
@@ -150,17 +166,18 @@ def alone(case: Case, o, s: int) -> tuple[Results, slice]:
     return run(case._replace(lengths=(end - first,), batch=1, behind=0), part, slopes), rows
 
 
-def packs() -> None:
-    o = operands(PACK)
-    whole = run(PACK, o)
-    for s in range(PACK.count):
-        single, rows = alone(PACK, o, s)
+def packs(case: Case = PACK) -> None:
+    o = operands(case)
+    whole = run(case, o)
+    for s in range(case.count):
+        single, rows = alone(case, o, s)
         assert same(rows_of(whole, rows, slice(s, s + 1)), single)
 
 
-def test_a_sequence_of_a_pack_has_its_bytes_alone():
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_sequence_of_a_pack_has_its_bytes_alone(channels):
     """Empty ones, those of one row, and those of several chunks."""
-    packs()
+    packs(PACK._replace(channels=channels))
 
 
 def test_an_empty_sequence_keeps_its_state():
@@ -178,9 +195,10 @@ def test_an_empty_sequence_keeps_its_state():
     assert zeros.shape == (1, 4, 16, 24) and not zeros.any()
 
 
-def test_a_batch_beside_nan():
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_batch_beside_nan(channels):
     """Another sequence, and what lies behind a pack, may be anything."""
-    case = Case((70,), batch=2)
+    case = Case((70,), batch=2, channels=channels)
     o, slopes = operands(case), upstream(case)
     want = rows_of(run(case, o, slopes), slice(70), slice(1))
     for t in (*o[:5], slopes[0]):
@@ -188,7 +206,7 @@ def test_a_batch_beside_nan():
     for t in (o.initial, slopes[1]):
         t[1:] = torch.nan
     assert same(rows_of(run(case, o, slopes), slice(70), slice(1)), want)
-    pack = Case((70,), behind=70)
+    pack = Case((70,), behind=70, channels=channels)
     beside = o._replace(initial=o.initial[:1])
     got = run(pack, beside, (slopes[0], slopes[1][:1]))
     assert same(rows_of(got, slice(70)), want)
@@ -234,17 +252,35 @@ def test_both_names_are_one_op():
     case = CASES["batch"]
     rows = run(case, operands(case), function=ck.fused_recurrent_gated_delta_rule)
     assert same(rows, run(case, operands(case)))
+    case = CHANNELS["channels"]
+    rows = run(case, operands(case), function=ck.fused_recurrent_kda)
+    assert same(rows, run(case, operands(case)))
 
 
-def test_norms_and_gates_have_the_bytes_of_their_ops():
+def test_a_gate_by_channel_of_equal_channels_is_one_of_a_head():
+    case = CHANNELS["channels, fp32"]
+    o = operands(case)
+    of_heads = o._replace(g=o.g[..., 0])
+    each = o._replace(g=of_heads.g[..., None].expand_as(o.g))
+    got, want = run(case, each), run(case._replace(channels=False), of_heads)
+    assert same_bytes(got.out, want.out) and same_bytes(got.final, want.final)
+    others = [g for i, g in enumerate(got.gradients) if i != 3]
+    assert all(map(same_bytes, others, [g for i, g in enumerate(want.gradients) if i != 3]))
+    got, want = got.gradients[3].double().sum(2), want.gradients[3]
+    assert (got - want).abs().max() <= 2.0**-20 * want.abs().max()
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_norms_and_gates_have_the_bytes_of_their_ops(channels):
     """Both passes, those of the parameters too, of a pack; and with main_grads."""
-    o, (d_out, d_final) = operands(PACK), upstream(PACK)
-    gate, offsets = gate_parameters(PACK), PACK.offsets
-    got = run(PACK, o, gate=gate, use_qk_l2norm_in_kernel=True)
+    case = PACK._replace(channels=channels)
+    o, (d_out, d_final) = operands(case), upstream(case)
+    gate, offsets = gate_parameters(case), case.offsets
+    got = run(case, o, gate=gate, use_qk_l2norm_in_kernel=True)
     leaves = [t.detach().requires_grad_() for t in (*(t[None] for t in o[:5]), o.initial, *gate)]
     q, k = (op_gate.l2norm(t, 1e-6) for t in leaves[:2])
-    g = op_gate.decay_gate(leaves[3], *leaves[6:], offsets, None, None)
-    results = ck.chunk_gated_delta_rule(
+    g = op_gate.decay_gate(leaves[3], *leaves[6:], offsets, None, None, None)
+    results = case.function(
         q, k, leaves[2], g, leaves[4], None, leaves[5], True, cu_seqlens=offsets
     )
     slopes = d_out[None], d_final
@@ -253,14 +289,15 @@ def test_norms_and_gates_have_the_bytes_of_their_ops():
     assert same(got, Results(results[0][0].detach(), results[1].detach(), each))
 
 
-def split(groups) -> list[torch.Tensor]:
+def split(groups, channels: bool) -> list[torch.Tensor]:
     """main_grads of the gate after micro-batches of groups of the pack's sequences."""
-    o, (d_out, _), bounds = operands(PACK), upstream(PACK), PACK.sequences.bounds()
-    mains = [drawn(4, seed=i, dtype=FP32) for i in (30, 31)]
-    A_log, dt_bias = (t.requires_grad_() for t in gate_parameters(PACK))
+    case = PACK._replace(channels=channels)
+    o, (d_out, _), bounds = operands(case), upstream(case), PACK.sequences.bounds()
+    A_log, dt_bias = (t.requires_grad_() for t in gate_parameters(case))
+    mains = [drawn(len(t), seed=i, dtype=FP32) for i, t in enumerate((A_log, dt_bias), 30)]
     for first, last in groups:
         rows = slice(bounds[first][0], bounds[last][1])
-        out, _ = ck.fused_recurrent_gated_delta_rule(
+        out, _ = case.function(
             *(t[None, rows] for t in o[:5]),
             cu_seqlens=PACK.offsets[first : last + 2] - rows.start,
             A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=True,
@@ -271,8 +308,10 @@ def split(groups) -> list[torch.Tensor]:
     return mains
 
 
-def test_gradients_of_a_gate_are_split_invariant():
-    whole, *others = map(split, ([(0, 4)], [(0, 1), (2, 2), (3, 4)], [(0, 2), (3, 3), (4, 4)]))
+@pytest.mark.parametrize("channels", [False, True])
+def test_gradients_of_a_gate_are_split_invariant(channels):
+    cuts = [(0, 4)], [(0, 1), (2, 2), (3, 4)], [(0, 2), (3, 3), (4, 4)]
+    whole, *others = (split(groups, channels) for groups in cuts)
     assert all(all(map(same_bytes, other, whole)) for other in others)
 
 
@@ -327,6 +366,10 @@ MUTANTS = {
     "a gradient of the state that is not decayed": (
         cpu_delta, ("slope = decayed[t] * decays[t]", "slope = decayed[t]"),
     ),
+    "gates of another channel": (
+        cpu_delta,
+        ("elementary.exp(g).view", "elementary.exp(g).flip(-1 if g.dim() == 3 else 0).view"),
+    ),
     "v heads descending": (cpu_chunks, (".unbind(3)\n", ".flip(3).unbind(3)\n")),
 }  # fmt: skip
 
@@ -339,7 +382,7 @@ def test_killed(name):
     chunks = planted(cpu_chunks, *(() if of_delta else (edit,)))
     with chunks, planted(cpu_delta, *of_delta), pytest.raises(AssertionError):
         dispatch.forget()
-        for case in ("batch", "pack"):
+        for case in ("batch", "pack", "channels"):
             test_against_float64(case)
         packs()
         assert same(*parts((64, 128)))
@@ -413,23 +456,51 @@ REFUSED = {
         {"use_gate_in_kernel": True, "A_log": G[0, 0], "dt_bias_main_grad": G[0, 0]},
         ArgumentTypeError, "dt_bias_main_grad: expected None, as there is no dt_bias",
     ),
+    "gates by channel": (
+        {"g": G[..., None].expand(2, 3, 4, 16)}, ShapeError, "g: expected 3 dimensions [B, T, HV]",
+    ),
     "another argument": ({"u": G}, ArgumentTypeError, "u: expected an argument"),
+}  # fmt: skip
+#: Likewise of `chunk_kda`.
+RIGHT_KDA = RIGHT | {"g": G[..., None].expand(2, 3, 4, 16)}
+GATED = {"use_gate_in_kernel": True, "A_log": G[0, 0]}
+REFUSED_KDA = {
+    "gates of heads": ({"g": G}, ShapeError, "g: expected 4 dimensions [B, T, HV, K]"),
+    "gates of another K": (
+        {"g": RIGHT_KDA["g"][..., :8]}, ShapeError, "g: expected shape [2, 3, 4, 16], B, T, HV of",
+    ),
+    "a bias of heads": (
+        GATED | {"dt_bias": G[0, 0]}, ShapeError, "dt_bias: expected shape [64], H K of a",
+    ),
+    "a bound without a gate": (
+        {"lower_bound": -5.0}, ArgumentTypeError, "lower_bound: expected None without use_gate",
+    ),
+    "a bound above 0": (
+        GATED | {"lower_bound": 5.0}, ArgumentValueError, "lower_bound: expected a number below 0",
+    ),
+    "a bound in words": (
+        GATED | {"lower_bound": "-5"}, ArgumentTypeError, "lower_bound: expected a number",
+    ),
+    "a safe gate": ({"safe_gate": True}, ArgumentTypeError, "safe_gate: expected no safe_gate"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", REFUSED)
+@pytest.mark.parametrize("which", REFUSED | REFUSED_KDA)
 def test_refused(which):
-    changed, error, message = REFUSED[which]
+    of_kda = which in REFUSED_KDA
+    changed, error, message = (REFUSED_KDA if of_kda else REFUSED)[which]
+    function, right = (ck.chunk_kda, RIGHT_KDA) if of_kda else (ck.chunk_gated_delta_rule, RIGHT)
     with pytest.raises(error) as caught:
-        ck.chunk_gated_delta_rule(**RIGHT | changed)
+        function(**right | changed)
     assert str(caught.value).startswith(message)
 
 
 def test_double_backward_is_refused():
     v = V.clone().requires_grad_()
-    out, _ = ck.chunk_gated_delta_rule(**RIGHT | {"v": v})
-    with pytest.raises(UnsupportedTransformError, match="double backward"):
-        torch.autograd.grad(out.sum(), v, create_graph=True)
+    for function, right in ((ck.chunk_gated_delta_rule, RIGHT), (ck.chunk_kda, RIGHT_KDA)):
+        out, _ = function(**right | {"v": v})
+        with pytest.raises(UnsupportedTransformError, match=f"{function.__name__}: double back"):
+            torch.autograd.grad(out.sum(), v, create_graph=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

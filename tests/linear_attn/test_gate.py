@@ -105,9 +105,10 @@ def decay_values(name: str) -> None:
     case, o = GATES[name], gate_operands(GATES[name], seed=3)
     end = case.sequences.bounds()[-1][1]
     leaves = [None if t is None else t.double().requires_grad_() for t in o[:3]]
-    exact = oracle.decay(leaves[0][:end], *leaves[1:])
+    exact = oracle.decay(leaves[0][:end], *leaves[1:], case.bound)
     exact.backward(o.dg[:end].double())
-    start = [drawn(case.channels, seed=i, dtype=FP32) for i in (5, 6)]
+    sizes = case.channels, case.channels * case.each
+    start = [drawn(size, seed=i, dtype=FP32) for i, size in enumerate(sizes, 5)]
     g, da, *sums = decay(cpu_gate, case, o, [t.clone() for t in start])
     assert rounded_once(g[:end], exact.detach(), FP32) and g.isfinite().all()
     # torch's slope is 1 above 20.
@@ -116,7 +117,8 @@ def decay_values(name: str) -> None:
     assert not g[end:].view(torch.int32).any() and not da[end:].any()
     for total, before, leaf in zip(sums, start, leaves[1:], strict=True):
         grad = 0 if leaf is None else leaf.grad
-        scale = (o.dg[:end].double() * exact.detach()).abs().sum(0) + before.abs() + 1
+        terms = (o.dg[:end].double() * exact.detach()).abs().sum(0)
+        scale = terms.view(len(before), -1).sum(1) + before.abs() + 1
         assert ((total.double() - before - grad).abs() <= scale * 2.0**-21).all()
 
 
@@ -129,16 +131,16 @@ def test_ends_of_the_formulas():
     """-inf: -0, above 20 the input itself; slopes 0 and 1."""
     x = torch.tensor([[[float("-inf")], [20.5], [float("inf")], [0.0], [float("nan")]]])
     leaf = x.requires_grad_()
-    g = op_gate.decay_gate(leaf, torch.zeros(1), None, None, None, None)
+    g = op_gate.decay_gate(leaf, torch.zeros(1), *[None] * 5)
     g.backward(torch.ones_like(g))
     assert g.flatten()[:3].tolist() == [0.0, -20.5, float("-inf")]
     assert g[0, 3, 0].item() == pytest.approx(-0.6931471805599453, rel=2**-24)
     assert leaf.grad.flatten()[:4].tolist() == [0.0, -1.0, -1.0, -0.5] and g[0, 4].isnan()
 
 
-def pack_is_alone(launch=cpu_gate) -> None:
+def pack_is_alone(launch=cpu_gate, name: str = "pack") -> None:
     """Each sequence's rows, and its chunks of the sums, have the bytes that they have alone."""
-    case = GATES["pack"]
+    case = GATES[name]
     o = gate_operands(case)
     behind = o.a.clone()
     behind[-case.behind :] = float("nan")
@@ -147,24 +149,26 @@ def pack_is_alone(launch=cpu_gate) -> None:
     for first, end in case.sequences.bounds():
         if end > first:
             part = o._replace(a=o.a[first:end], dg=o.dg[first:end])
-            alone = decay(launch, Case((end - first,), batch=1, channels=6), part, totals)
+            one = case._replace(lengths=(end - first,), batch=1, behind=0)
+            alone = decay(launch, one, part, totals)
             assert same_bytes(alone[0], g[first:end]) and same_bytes(alone[1], da[first:end])
     assert all(map(same_bytes, sums, totals))
     assert not g[-case.behind :].any() and not da[-case.behind :].any()
 
 
-def test_a_sequence_has_its_bytes_in_a_pack_beside_nan():
-    pack_is_alone()
+@pytest.mark.parametrize("name", ["pack", "channels"])
+def test_a_sequence_has_its_bytes_in_a_pack_beside_nan(name):
+    pack_is_alone(name=name)
 
 
 def test_strides_of_a_gate_have_the_same_bytes():
     """a of a projection to [b, a]; a head dimension with gaps."""
     o = gate_operands(GATES["batch"])
     a = o.a.view(2, 21, 6)
-    want = op_gate.decay_gate(a, o.A_log, o.dt_bias, None, None, None)
+    want = op_gate.decay_gate(a, o.A_log, o.dt_bias, *[None] * 4)
     for view in (torch.cat([a, a], 2)[..., 6:], a.mT.contiguous().mT):
         assert not view.is_contiguous()
-        got = op_gate.decay_gate(view, o.A_log, o.dt_bias, None, None, None)
+        got = op_gate.decay_gate(view, o.A_log, o.dt_bias, *[None] * 4)
         assert same_bytes(got, want)
 
 
@@ -179,7 +183,7 @@ def accumulated(groups, o: GateOperands, offsets: torch.Tensor) -> tuple[torch.T
     for first, last in groups:
         begin, end = offsets[first].item(), offsets[last].item()
         cu = offsets[first : last + 1] - begin
-        g = op_gate.decay_gate(o.a[None, begin:end], A_log, dt_bias, cu, *mains)
+        g = op_gate.decay_gate(o.a[None, begin:end], A_log, dt_bias, cu, *mains, None)
         g.backward(o.dg[None, begin:end])
     assert A_log.grad is dt_bias.grad is None
     return mains
@@ -242,7 +246,7 @@ def test_plain_gradients_have_the_bytes_of_main_grads_from_zero(dtype):
     A_log, dt_bias = (t.detach().to(dtype).requires_grad_() for t in o[1:3])
     mains = torch.zeros(6), torch.zeros(6)
     for into in ((None, None), mains):
-        op_gate.decay_gate(a, A_log, dt_bias, None, *into).backward(o.dg.view(2, 21, 6))
+        op_gate.decay_gate(a, A_log, dt_bias, None, *into, None).backward(o.dg.view(2, 21, 6))
     for leaf, main in zip((A_log, dt_bias), mains, strict=True):
         assert leaf.grad.dtype == dtype and same_bytes(leaf.grad, main.to(dtype))
 
@@ -251,8 +255,8 @@ def test_gradients_that_nobody_needs_are_not_made():
     o = gate_operands(GATES["batch"])
     operands = o.dg.view(2, 21, 6), o.a.view(2, 21, 6), o.A_log, o.dt_bias, None
     main = torch.zeros(6)
-    whole = op_gate.decay_gate_backward(*operands, None, None, [True, True, True])
-    da, *none = op_gate.decay_gate_backward(*operands, None, main, [True, False, True])
+    whole = op_gate.decay_gate_backward(*operands, *[None] * 3, [True, True, True])
+    da, *none = op_gate.decay_gate_backward(*operands, None, main, None, [True, False, True])
     assert same_bytes(da, whole[0]) and same_bytes(main, whole[2].float())
     assert not any(t.numel() for t in none)
 
@@ -271,8 +275,10 @@ MUTANTS = {
     "rows behind are gates": ("end = sequences.bounds()[-1][1]", "end = sequences.rows"),
     "da behind": ("            da[first:end] = upstream * slope\n",
                   "            da[first:] = (dg[first:] * _values(gate, first, None)[1])\n"),
-    "sums exchanged": ("add_chunks(into_A_log, upstream * g)",
-                       "add_chunks(into_A_log, upstream * slope)"),
+    "the bound of a head": ("(\"sigmoid\", rate * x) * gate.lower_bound, slope",
+                            "(\"sigmoid\", x) * gate.lower_bound, slope"),
+    "A_log by turns": (".repeat_interleave(", ".repeat("),
+    "sums exchanged": ("(upstream * of_A_log).unflatten", "(upstream * slope).unflatten"),
 }  # fmt: skip
 
 
@@ -281,6 +287,8 @@ def test_killed(name):
     with planted(cpu_gate, MUTANTS[name]), pytest.raises(AssertionError):
         norm_values(24, FP32)
         decay_values("pack")
+        decay_values("channels")
+        decay_values("bounded")
         pack_is_alone()
 
 
@@ -300,6 +308,11 @@ REFUSED = {
     ),
     "a main_grad of bf16": ({4: H.bfloat16()}, DtypeError, "A_log_main_grad: expected torch"),
     "a main_grad of no bias": ({2: None, 5: H}, ArgumentTypeError, "dt_bias_main_grad: expected"),
+    "a K of 12": ({0: A[..., None].expand(1, 5, 8, 12)}, ShapeError, "a: expected K a multiple"),
+    "a bias of heads": (
+        {0: A[..., None].expand(1, 5, 8, 16)}, ShapeError, "dt_bias: expected shape [128], H K of",
+    ),
+    "a bound of 0": ({6: 0.0}, ArgumentValueError, "lower_bound: expected a number below 0"),
     "one main_grad of both": ({4: MAIN, 5: MAIN}, AliasError, "main_grad: expected memory"),
 }  # fmt: skip
 
@@ -307,7 +320,7 @@ REFUSED = {
 @pytest.mark.parametrize("which", REFUSED)
 def test_a_decay_is_refused(which):
     changed, error, message = REFUSED[which]
-    arguments = [A, H, H, OFFSETS, None, None]
+    arguments = [A, H, H, OFFSETS, None, None, None]
     for i, value in changed.items():
         arguments[i] = value
     with pytest.raises(error) as caught:
@@ -336,7 +349,7 @@ def test_second_gradients_are_refused():
     x, a, A_log = (t.clone().requires_grad_() for t in (X, A, H))
     for y, leaf in (
         (op_gate.l2norm(x, EPS), x),
-        (op_gate.decay_gate(a, A_log, None, None, None, None), a),
+        (op_gate.decay_gate(a, A_log, *[None] * 5), a),
     ):
         with pytest.raises(UnsupportedTransformError, match="double backward"):
             torch.autograd.grad(y.sum(), leaf, create_graph=True)
@@ -345,5 +358,5 @@ def test_second_gradients_are_refused():
 def test_nothing():
     x, a, A_log = (t.requires_grad_() for t in (torch.zeros(2, 0, 16), A[:, :0].clone(), H.clone()))
     op_gate.l2norm(x, EPS).sum().backward()
-    op_gate.decay_gate(a, A_log, None, None, None, None).sum().backward()
+    op_gate.decay_gate(a, A_log, *[None] * 5).sum().backward()
     assert x.grad.shape == x.shape and a.grad.shape == a.shape and not A_log.grad.any()

@@ -92,25 +92,30 @@ def decays(launch, name: str) -> None:
     g, da, *sums = decay(launch, given, o)
     want_g, want_da, *want_sums = decay(cpu_gate, given, o)
     x = o.a.double() if o.dt_bias is None else o.a.double() + o.dt_bias
+    if given.bound is not None:
+        x = x * o.A_log.double().exp().repeat_interleave(given.each)
     eps = (4 + x.abs().clamp(max=110)) * 2.0**-23  # the rounding of x shows in e^x
     assert close(g, want_g, eps) and not torch.isnan(g).any()
     assert close(da, want_da, eps + torch.finfo(given.dtype).eps)
-    scales = (o.dg * want_g).abs().sum(0), (o.dg * want_g[:, :1].abs().max()).abs().sum(0)
+    of_heads = (o.dg * want_g).abs().sum(0).view(given.channels, -1).sum(1)
+    scales = of_heads, (o.dg * want_g[:, :1].abs().max()).abs().sum(0)
     assert all(close(*each) for each in zip(sums, want_sums, [2.0**-19] * 2, scales, strict=True))
 
 
-def pack_is_alone(launch) -> None:
+def pack_is_alone(launch, name: str = "pack") -> None:
     """A sequence's rows and chunks have the bytes that they have alone; what is behind is 0."""
-    given = GATES["pack"]
+    given = GATES[name]
     o, behind = gate_operands(given), slice(sum(given.lengths), None)
-    mains = [[drawn(6, seed=i, dtype=FP32) for i in (5, 6)] for _ in "ab"]
+    sizes = given.channels, given.channels * given.each
+    mains = [[drawn(size, seed=i, dtype=FP32) for i, size in enumerate(sizes)] for _ in "ab"]
     a, dg = o.a.clone(), o.dg.clone()
     a[behind], dg[behind] = float("nan"), float("nan")
     g, da, *_ = decay(launch, given, o._replace(a=a, dg=dg), mains[0])
     for first, end in given.sequences.bounds():
         if end > first:
             part = o._replace(a=o.a[first:end], dg=o.dg[first:end])
-            alone = decay(launch, Case((end - first,), batch=1, channels=6), part, mains[1])
+            one = given._replace(lengths=(end - first,), batch=1, behind=0)
+            alone = decay(launch, one, part, mains[1])
             assert same_bytes(alone[0], g[first:end]) and same_bytes(alone[1], da[first:end])
     assert all(map(same_bytes, *mains))
     assert not g[behind].view(torch.int32).any() and not da[behind].view(torch.int16).any()
@@ -140,6 +145,16 @@ def chain(launch) -> None:
     for row in o.dg:  # one rounding of row · -30 + want, by way of fp64
         want = (want.double() - 30.0 * row.double()).float()
     assert same_bytes(total, want) and same_bytes(da, -o.dg)
+    given = given._replace(each=24)  # then halves of a head's channels
+    o = gate_operands(given)
+    a = torch.full_like(o.a, 30.0)
+    _, _, total, _ = decay(launch, given, o._replace(a=a, A_log=torch.zeros(3)))
+    want = torch.zeros(3, 32, dtype=FP32)
+    for row in torch.nn.functional.pad(o.dg.view(-1, 3, 24), (0, 8)):
+        want = (want.double() - 30.0 * row.double()).float()
+    while want.shape[1] > 1:
+        want = sum(want.chunk(2, 1))
+    assert same_bytes(total, want[:, 0])
 
 
 CHECKS = [
@@ -149,6 +164,7 @@ CHECKS = [
     *(case(engine, norm_rows_alone) for engine in ENGINES),
     *(case(engine, decays, name) for engine, name in itertools.product(ENGINES, GATES)),
     *(case(engine, check) for engine in ENGINES for check in (pack_is_alone, micro_batches, chain)),
+    *(case(engine, pack_is_alone, "channels") for engine in ENGINES),
     case(SM90, norms, 200, **LATE),
     case(SM90, decays, "pack", **LATE),
 ]
@@ -197,23 +213,33 @@ MUTANTS = {
     ),
     "zeros_by_a_product": (
         *(INTERPRETER, pack_is_alone),
-        ("tl.where(inside, rate * softplus(x), 0.0)",
-         "rate * softplus(x) * inside.to(tl.float32)"),
+        ("tl.where(inside, g, 0.0)", "g * inside.to(tl.float32)"),
     ),
     "the_last_row_first": (
         *(INTERPRETER, chain),
-        ("for row in range(start, tl.minimum(start + ROWS, end)):\n        x, rate",
+        ("for row in range(start, tl.minimum(start + ROWS, end)):\n        _g, slope",
          "for back in range(start, tl.minimum(start + ROWS, end)):\n"
-         "        row = tl.minimum(start + ROWS, end) - 1 - (back - start)\n        x, rate"),
+         "        row = tl.minimum(start + ROWS, end) - 1 - (back - start)\n        _g, slope"),
     ),
     "no_multiply_add": (
         *(INTERPRETER, chain),
-        ("total = tl.fma(factor, tl.broadcast_to(dg[None, :], (2, CHANNELS)), total)",
-         "total = total + factor * dg[None, :]"),
+        ("of_A_log = tl.fma(factor, dg, of_A_log)", "of_A_log = of_A_log + factor * dg"),
     ),
     "one_sum_of_both": (
         *(INTERPRETER, decays, "batch"),
-        ("tl.where((which == 0)[:, None], g", "tl.where((which >= 0)[:, None], g"),
+        ("of_bias = tl.fma(slope,", "of_bias = tl.fma(factor,"),
+    ),
+    "neighbours": (
+        *(INTERPRETER, chain),
+        ("lane_sum(tl.where(mask, of_A_log, 0.0), CHANNELS)",
+         "tl.sum(pairs(tl.where(mask, of_A_log, 0.0)[None, :], 1, CHANNELS), axis=0)"),
+    ),
+    "the_first_heads_rate": (
+        *(INTERPRETER, decays, "channels"), ("A_log_ptr + channel // EACH", "A_log_ptr + channel"),
+    ),
+    "no_bound": (
+        *(INTERPRETER, decays, "bounded"),
+        ("return activation_value(y,", "return activation_value(x,"),
     ),
 }  # fmt: skip
 
@@ -231,7 +257,7 @@ def everything(dtype: torch.dtype, width: int, given: Case):
     return call
 
 
-@pytest.mark.parametrize("name", ["batch", "pack", "two chunks"])
+@pytest.mark.parametrize("name", ["batch", "pack", "two chunks", "bounded"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_code(target, name):
     """No atomics, nothing fused, IEEE divisions and roots, offsets of 64 bits, in every target."""

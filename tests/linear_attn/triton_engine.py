@@ -20,7 +20,7 @@ GATE = Runner(
         "l2norm_gradient_kernel": ("dx_ptr",),
         "decay_kernel": ("g_ptr",),
         "decay_gradient_kernel": ("da_ptr",),
-        "decay_sums_kernel": ("sums_ptr",),
+        "decay_sums_kernel": ("of_A_log_ptr", "of_bias_ptr"),
         "add_sums_kernel": ("into_ptr",),
     },
     files=("kernel", "kernel_gate", "launch", "gate"),

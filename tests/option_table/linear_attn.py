@@ -23,7 +23,7 @@ OFFSETS = torch.tensor([0, 5, 5, 69], dtype=torch.int32)
 #: Calls of a delta rule: two chunks of a size that GPUs take.
 DELTA = Case((66,), batch=2, heads=(1, 2), sizes=(64, 64), initial=False)
 DELTA_PACK = DELTA._replace(lengths=(5, 0, 66), batch=0, behind=3)
-GATE = gate_parameters(DELTA)
+GATES = {channels: gate_parameters(DELTA._replace(channels=channels)) for channels in (False, True)}
 #: Calls of a state space scan, as those of the delta rule.
 SCAN = ssd_cases.Case(
     (130,),
@@ -126,10 +126,12 @@ def update(slots: torch.Tensor | None = None, bias=None, activation=None) -> dic
 
 
 def delta(
-    op: str, batch: int = 2, states=None, scale=None, offsets=None, norm: bool = False, gate=()
-):
+    op: str, batch: int = 2, states=None, scale=None, offsets=None, norm: bool = False, gate=(),
+    bound: float | None = None,
+):  # fmt: skip
     """Shares of the bounds that both passes take; ``gate``: A_log, dt_bias and their main_grads."""
     case = DELTA._replace(batch=batch) if offsets is None else DELTA_PACK
+    case = case._replace(channels=op.endswith("kda"))
     o, given = operands(case)._replace(initial=states), states is not None
     leaves = [None if t is None else leaf(t) for t in (*o, *gate[:2])]
     rows = [t.unflatten(0, (batch, -1)) for t in leaves[:5]]
@@ -138,12 +140,14 @@ def delta(
     if gate:
         names = ("A_log", "dt_bias", "A_log_main_grad", "dt_bias_main_grad")
         options |= dict(zip(names, (*leaves[6:], *mains), strict=False), use_gate_in_kernel=True)
+    if bound is not None:
+        options["lower_bound"] = bound
     if norm:
         options["use_qk_l2norm_in_kernel"] = True
     results = call(op, *rows, **options, output_final_state=given)[: 1 + given]
     d_out, *d_last = upstream(case)[: 1 + given]
     torch.autograd.backward(results, [d_out.view(results[0].shape), *d_last])
-    *wanted, exacts = exact(case, o, scale or case.sizes[0] ** -0.5, norm, gate[:2])
+    *wanted, exacts = exact(case, o, scale or case.sizes[0] ** -0.5, norm, gate[:2], bound)
     slopes = [t.double() for t in (d_out[: len(wanted[0])], *d_last)]
     torch.autograd.backward(wanted[: 1 + given], slopes)
     got = [results[0].flatten(0, 1), *results[1:]]
@@ -154,7 +158,8 @@ def delta(
     names = ["out", *["last"] * given, *(f"d{name}" for name in DeltaRule._fields[: 5 + given])]
     names += ["dA_log", "ddt_bias"]
     # Operands of products are bf16 on a GPU, and results of norms everywhere.
-    on_cpu = dispatch.backend("gated_delta_rule", d_out.device, BF16) == arch.CPU
+    entry = "kda" if case.channels else "gated_delta_rule"
+    on_cpu = dispatch.backend(entry, d_out.device, BF16) == arch.CPU
     inside = 2.0**-22 if on_cpu and not norm else 2.0**-6
     shares = {}
     for name, actual, want in zip(names, got, wanted, strict=False):
@@ -261,13 +266,17 @@ TABLE: dict[str, Cases] = {
                 "states": drawn(3, 2, 64, 64, seed=9, dtype=FP32),
             },
             norm={"norm": True},
-            gate={"gate": GATE},
+            gate={"gate": gate},
             main_grads={
                 "batch": 1, "offsets": DELTA_PACK.offsets, "norm": True,
-                "gate": (*GATE, *(drawn(2, seed=i, dtype=FP32) for i in (10, 11))),
+                "gate": (*gate, *(drawn(len(t), seed=10, dtype=FP32) for t in gate)),
             },
+            **({"bound": {"gate": gate, "bound": -5.0}} if op.endswith("kda") else {}),
         )
-        for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+        for op, gate in (
+            *((f"{name}_gated_delta_rule", GATES[False]) for name in ("chunk", "fused_recurrent")),
+            *((f"{name}_kda", GATES[True]) for name in ("chunk", "fused_recurrent")),
+        )
     },
     "mamba_chunk_scan_combined": cases(
         scan,

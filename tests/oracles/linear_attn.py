@@ -41,12 +41,15 @@ def delta_rule(
     state: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [T, HV, V], last state) of one sequence, q [T, Hk, K], state [HV, K, V]; float64."""
+    """(o [T, HV, V], last state) of one sequence, q [T, Hk, K], state [HV, K, V]; float64.
+
+    g: [T, HV], or [T, HV, K].
+    """
     q, k, v, g, beta, state = (t.double() for t in (q, k, v, g, beta, state))
     served = torch.arange(v.shape[1]) // (v.shape[1] // q.shape[1])
     out = []
     for t in range(len(q)):
-        state = g[t].exp()[:, None, None] * state
+        state = g[t].exp().view(v.shape[1], -1, 1) * state
         error = v[t] - torch.einsum("hk,hkv->hv", k[t, served], state)
         state = state + torch.einsum("hk,hv->hkv", k[t, served], beta[t, :, None] * error)
         out.append(scale * torch.einsum("hk,hkv->hv", q[t, served], state))
@@ -100,10 +103,21 @@ def l2norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
-def decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
-    """-e^A_log softplus(a + dt_bias) in float64, as transformers has it."""
+def decay(
+    a: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None = None,
+) -> torch.Tensor:
+    """-e^A_log softplus(a + dt_bias) of rows [N, C] in float64, as transformers has it.
+
+    With a bound: lower_bound sigmoid(e^A_log (a + dt_bias)).
+    """
     x = a.double() if dt_bias is None else a.double() + dt_bias.double()
-    return -A_log.double().exp() * functional.softplus(x)
+    rate = A_log.double().exp().repeat_interleave(a.shape[1] // len(A_log))
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * x)
+    return -rate * functional.softplus(x)
 
 
 def gated_norm(

@@ -55,7 +55,7 @@ def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
     tensors, (rows, _, *sizes) = _tensors(gate, sequences), _sizes(gate, sequences)
     with torch.cuda.device(out.device):
         kernels.decay_kernel[(cdiv(out.numel(), TRITON.gate_elements),)](
-            *tensors, out, rows, *sizes, ELEMENTS=TRITON.gate_elements, **_OPTIONS
+            *tensors, out, rows, *sizes, ELEMENTS=TRITON.gate_elements, **_options(gate)
         )
 
 
@@ -63,27 +63,28 @@ def decay_gate_backward(
     dg: torch.Tensor, gate: Gate, sequences: Sequences, gradients: GateGradients
 ) -> None:
     """Triton implementation of `cpu_gate.decay_gate_backward`."""
-    dg = contiguous("decay_gate", "dg", dg, "no gaps")
+    dg, options = contiguous("decay_gate", "dg", dg, "no gaps"), _options(gate)
     tensors, (rows, length, *sizes) = (dg, *_tensors(gate, sequences)), _sizes(gate, sequences)
     with torch.cuda.device(dg.device):
         if gradients.da is not None:
             kernels.decay_gradient_kernel[(cdiv(dg.numel(), TRITON.gate_elements),)](
-                *tensors, gradients.da, rows, *sizes, ELEMENTS=TRITON.gate_elements, **_OPTIONS
+                *tensors, gradients.da, rows, *sizes, ELEMENTS=TRITON.gate_elements, **options
             )
         if gradients.A_log is None and gradients.dt_bias is None:
             return
-        slots, heads = sequences.slots(CONV_CHUNK), dg.shape[1]
-        parts = dg.new_empty(slots, 2, heads)
-        kernels.decay_sums_kernel[(slots, cdiv(heads, TRITON.sum_channels))](
-            *tensors, parts, rows, length, *sizes,
-            ROWS=CONV_CHUNK, CHANNELS=TRITON.sum_channels, **_OPTIONS,
+        slots, heads, each = sequences.slots(CONV_CHUNK), len(gate.A_log), options["EACH"]
+        of_A_log, of_bias = (dg.new_empty(slots, 1, size) for size in (heads, heads * each))
+        blocks = cdiv(heads, TRITON.sum_channels) if each == 1 else heads
+        kernels.decay_sums_kernel[(slots, blocks)](
+            *tensors, of_A_log, of_bias, rows, length, *sizes, ROWS=CONV_CHUNK,
+            CHANNELS=TRITON.sum_channels if each == 1 else next_power_of_2(each), **options,
         )  # fmt: skip
-        add_sums(kernels, parts, gradients.A_log, 0)
-        add_sums(kernels, parts, gradients.dt_bias, 1)
+        add_sums(kernels, of_A_log, gradients.A_log, 0)
+        add_sums(kernels, of_bias, gradients.dt_bias, 0)
 
 
 def _tensors(gate: Gate, sequences: Sequences) -> tuple:
-    a, A_log, dt_bias = gate
+    a, A_log, dt_bias, _ = gate
     return (
         _last_dense("decay_gate", "a", a),
         A_log.contiguous(),
@@ -92,8 +93,14 @@ def _tensors(gate: Gate, sequences: Sequences) -> tuple:
     )
 
 
-def _sizes(gate: Gate, sequences: Sequences) -> tuple[int, ...]:
-    """(N, LENGTH, SEQUENCES, H, stride of rows of a)."""
+def _sizes(gate: Gate, sequences: Sequences) -> tuple[int | float, ...]:
+    """(N, LENGTH, SEQUENCES, C, stride of rows of a, lower bound)."""
     a = gate.a
     stride = a.stride(0) if a.stride(1) == 1 else a.shape[1]
-    return a.shape[0], sequences.length, sequences.count, a.shape[1], stride
+    bound = 0.0 if gate.lower_bound is None else gate.lower_bound
+    return a.shape[0], sequences.length, sequences.count, a.shape[1], stride, bound
+
+
+def _options(gate: Gate) -> dict[str, int | bool]:
+    each = gate.a.shape[1] // len(gate.A_log)
+    return {"EACH": each, "BOUNDED": gate.lower_bound is not None, **_OPTIONS}

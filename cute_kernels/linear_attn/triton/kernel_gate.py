@@ -2,12 +2,14 @@
 
     l2norm_kernel            y = x rstd, rstd = 1 / √(Σ x² + eps)
     l2norm_gradient_kernel   x̂ = x rstd;  dx = rstd (dy - x̂ Σ dy x̂)
-    decay_kernel             g = -e^A_log softplus(a + dt_bias)
-    decay_gradient_kernel    da = dg · -e^A_log sigmoid(a + dt_bias)
-    decay_sums_kernel        Σ dg g and Σ da of a chunk: dA_log and d_dt_bias
+    decay_kernel             g = -e^A_log softplus(a + dt_bias), or, with a lower bound,
+                             lower_bound sigmoid(e^A_log (a + dt_bias))
+    decay_gradient_kernel    da = dg dg/da
+    decay_sums_kernel        Σ dg dg/dA_log and Σ da of a chunk: dA_log and d_dt_bias
 
 A sum of a row adds neighbours, then neighbours of those sums; zeros fill the row.  A sum over a
-chunk's rows is one chain of multiply-adds, the first row first, and chunks are added by
+chunk's rows is one chain of multiply-adds, the first row first; where EACH consecutive channels
+have a head's A_log, each half of their sums is then added onto half.  Chunks are added by
 `add_sums_kernel`.  fp32 inside; nothing is atomic or autotuned, and nothing is fused but `tl.fma`.
 """
 
@@ -17,8 +19,8 @@ import triton
 import triton.language as tl
 
 from ...cpu import elementary
-from ...runtime.triton_elementary import activation_value, exp
-from ...runtime.triton_sums import pairs, rows_of
+from ...runtime.triton_elementary import activation_slope, activation_value, exp
+from ...runtime.triton_sums import lane_sum, pairs, rows_of
 from ..config import SOFTPLUS_LINEAR
 from .kernel import add_sums_kernel as add_sums_kernel
 from .kernel import sequence_rows, store_sums
@@ -89,64 +91,99 @@ def softplus(x):
 
 
 @triton.jit
-def _gate(a_ptr, A_log_ptr, dt_bias_ptr, offset, head, mask):
-    """(a + dt_bias, -e^A_log) in fp32."""
+def _gate(
+    a_ptr, A_log_ptr, dt_bias_ptr, offset, channel, mask, lower_bound,
+    EACH: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """(g, dg/da, dg/dA_log) in fp32."""
     x = tl.load(a_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if dt_bias_ptr is not None:
-        x = x + tl.load(dt_bias_ptr + head, mask=mask, other=0.0).to(tl.float32)
-    return x, -exp(tl.load(A_log_ptr + head, mask=mask, other=0.0).to(tl.float32))
+        x = x + tl.load(dt_bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    rate = exp(tl.load(A_log_ptr + channel // EACH, mask=mask, other=0.0).to(tl.float32))
+    if BOUNDED:
+        y = rate * x
+        slope = activation_slope(y, "sigmoid") * lower_bound * rate
+        return activation_value(y, "sigmoid") * lower_bound, slope, slope * x
+    else:
+        rate = -rate
+        g = rate * softplus(x)
+        return g, rate * activation_value(x, "sigmoid"), g
 
 
 @triton.jit
-def _elements(offsets_ptr, N, H, SEQUENCES, ELEMENTS: tl.constexpr):
-    """A program's elements of [N, H]: index, row, head, which there are, which of a sequence."""
+def _elements(offsets_ptr, N, C, SEQUENCES, ELEMENTS: tl.constexpr):
+    """A program's elements of [N, C]: index, row, channel, which there are, which of a sequence."""
     index = rows_of(tl.program_id(0), ELEMENTS)
-    row = index // H
+    row = index // C
     end = tl.cast(N, tl.int64)
     if offsets_ptr is not None:
         end = tl.load(offsets_ptr + SEQUENCES).to(tl.int64)
-    return index, row, index % H, row < N, row < end
+    return index, row, index % C, row < N, row < end
 
 
-@triton.jit(do_not_specialize=["N", "SEQUENCES", "H", "a_row"])
+@triton.jit(do_not_specialize=["N", "SEQUENCES", "C", "a_row"])
 def decay_kernel(
-    a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, g_ptr, N, SEQUENCES, H, a_row,
-    ELEMENTS: tl.constexpr,
+    a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, g_ptr, N, SEQUENCES, C, a_row, lower_bound,
+    EACH: tl.constexpr, BOUNDED: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """g; rows that belong to no sequence are 0."""
-    index, row, head, mask, inside = _elements(offsets_ptr, N, H, SEQUENCES, ELEMENTS)
-    x, rate = _gate(a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + head, head, mask)
-    tl.store(g_ptr + index, tl.where(inside, rate * softplus(x), 0.0), mask=mask)
+    index, row, channel, mask, inside = _elements(offsets_ptr, N, C, SEQUENCES, ELEMENTS)
+    g, _slope, _of_A_log = _gate(
+        a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, lower_bound, EACH,
+        BOUNDED,
+    )  # fmt: skip
+    tl.store(g_ptr + index, tl.where(inside, g, 0.0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N", "SEQUENCES", "H", "a_row"])
+@triton.jit(do_not_specialize=["N", "SEQUENCES", "C", "a_row"])
 def decay_gradient_kernel(
-    dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, da_ptr, N, SEQUENCES, H, a_row,
-    ELEMENTS: tl.constexpr,
+    dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, da_ptr, N, SEQUENCES, C, a_row, lower_bound,
+    EACH: tl.constexpr, BOUNDED: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """da; rows that belong to no sequence are 0."""
-    index, row, head, mask, inside = _elements(offsets_ptr, N, H, SEQUENCES, ELEMENTS)
-    x, rate = _gate(a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + head, head, mask)
+    index, row, channel, mask, inside = _elements(offsets_ptr, N, C, SEQUENCES, ELEMENTS)
+    _g, slope, _of_A_log = _gate(
+        a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, lower_bound, EACH,
+        BOUNDED,
+    )  # fmt: skip
     dg = tl.load(dg_ptr + index, mask=mask, other=0.0)
-    da = tl.where(inside, dg * (rate * activation_value(x, "sigmoid")), 0.0)
+    da = tl.where(inside, dg * slope, 0.0)
     tl.store(da_ptr + index, da.to(da_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "H", "a_row"])
+@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "C", "a_row"])
 def decay_sums_kernel(
-    dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, sums_ptr, N, LENGTH, SEQUENCES, H, a_row,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, of_A_log_ptr, of_bias_ptr,
+    N, LENGTH, SEQUENCES, C, a_row, lower_bound,
+    EACH: tl.constexpr, BOUNDED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """sums [slots, 2, H]: Σ dg g and Σ dg dg/da of a chunk; -0 where there is none."""
+    """of_A_log [slots, C / EACH], of_bias [slots, C]: sums of a chunk; -0 where there is none.
+
+    Of the EACH channels of a head, or of CHANNELS heads.
+    """
     sequence, first, end, start = sequence_rows(offsets_ptr, ROWS, N, LENGTH, SEQUENCES)
-    which = tl.arange(0, 2)
-    head = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
-    mask = head < H
-    total = tl.zeros((2, CHANNELS), tl.float32)
+    block, lane = tl.program_id(1).to(tl.int64), tl.arange(0, CHANNELS)
+    size: tl.constexpr = CHANNELS if EACH == 1 else EACH
+    channel = block * size + lane
+    # What is no channel of this program is none at all.
+    channel = tl.where(lane < size, channel, C)
+    mask = channel < C
+    of_A_log = tl.zeros((CHANNELS,), tl.float32)
+    of_bias = of_A_log
     for row in range(start, tl.minimum(start + ROWS, end)):
-        x, rate = _gate(a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + head, head, mask)
-        g, slope = rate * softplus(x), rate * activation_value(x, "sigmoid")
-        factor = tl.where((which == 0)[:, None], g[None, :], slope[None, :])
-        dg = tl.load(dg_ptr + row * H + head, mask=mask, other=0.0)
-        total = tl.fma(factor, tl.broadcast_to(dg[None, :], (2, CHANNELS)), total)
-    store_sums(sums_ptr, total, which, head, sequence, start, end, SEQUENCES, H, 2)
+        _g, slope, factor = _gate(
+            a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, lower_bound, EACH,
+            BOUNDED,
+        )  # fmt: skip
+        dg = tl.load(dg_ptr + row * C + channel, mask=mask, other=0.0)
+        of_A_log = tl.fma(factor, dg, of_A_log)
+        of_bias = tl.fma(slope, dg, of_bias)
+    one = tl.arange(0, 1)
+    store_sums(of_bias_ptr, of_bias[None, :], one, channel, sequence, start, end, SEQUENCES, C, 1)
+    if EACH > 1:
+        of_A_log = lane_sum(tl.where(mask, of_A_log, 0.0), CHANNELS) + tl.zeros((1,), tl.float32)
+        channel = block + one
+    heads = C // EACH
+    store_sums(
+        of_A_log_ptr, of_A_log[None, :], one, channel, sequence, start, end, SEQUENCES, heads, 1
+    )  # fmt: skip

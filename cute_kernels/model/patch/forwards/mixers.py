@@ -310,7 +310,7 @@ def _delta_rule(
     q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
     parameters = self.A_log, self.dt_bias
     into = (main_grad_of(self, parameter) for parameter in parameters)
-    g = op_gate.decay_gate(a, *parameters, sequences.offsets, *into)
+    g = op_gate.decay_gate(a, *parameters, sequences.offsets, *into, None)
     operands, options = (q, k, v, g, beta), {"cu_seqlens": sequences.offsets}
     if record is not None:
         return sequences.unpack(record[0].gated_delta_rule(*operands, **options))
@@ -365,7 +365,7 @@ def _scan(
     B, C = (t.unflatten(-1, (self.n_groups, self.ssm_state_size)) for t in (B, C))
     # A = -e^A_log, by the op that has it: one decay of a step of 1.
     step = self.A_log.new_full((1, 1, self.num_heads), _LINEAR)
-    A = op_gate.decay_gate(step, self.A_log, None, None, None, None)[0, 0] / _LINEAR
+    A = op_gate.decay_gate(step, self.A_log, *[None] * 5)[0, 0] / _LINEAR
     options = {
         "D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True,
         "z": sequences.pack(gate[0]) if gate else None,
