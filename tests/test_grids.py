@@ -125,6 +125,8 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta_backward,
         delta_step,
         gate,
+        kda,
+        kda_backward,
         selective,
         ssd,
         ssd_backward,
@@ -138,7 +140,8 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        linear = delta, delta_backward, delta_step, gate, linear_attn, selective, ssd, ssd_backward
+        linear = delta, delta_backward, delta_step, gate, kda, kda_backward, linear_attn
+        linear += selective, ssd, ssd_backward
         for module in (*linear, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
@@ -156,10 +159,15 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         gradients = GateGradients(None, heads, None)
         gate.decay_gate_backward(pack, Gate(pack, heads, None), operands[1], gradients)
         v, decay = _meta(1, wide, MAX_HEADS, 128), _meta(wide, MAX_HEADS, dtype=torch.float32)
-        saved = DeltaSaved(*op_delta._saved(v, v, None, on_cpu=False))
+        saved = DeltaSaved(*op_delta._saved(v, v, decay[None], None, on_cpu=False))
         rule = DeltaRule(v[0], v[0], v[0], decay, decay, None), Sequences(wide, 1, None), 1.0
         delta.delta_rule(*rule, v[0], None, saved)
         delta_backward.delta_rule_backward(v[0], None, *rule, saved, DeltaGradients(*[None] * 6))
+        by_channel = rule[0]._replace(g=_meta(wide, MAX_HEADS, 128, dtype=torch.float32)), *rule[1:]
+        saved = DeltaSaved(*op_delta._saved(v, v, by_channel[0].g[None], None, on_cpu=False))
+        kda.delta_rule(*by_channel, v[0], None, saved)
+        gradients = DeltaGradients(*[None] * 6)
+        kda_backward.delta_rule_backward(v[0], None, *by_channel, saved, gradients)
         record = DeltaRecord((v,) * 5, decay, decay, 64, 0)
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]

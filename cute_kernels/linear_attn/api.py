@@ -8,8 +8,7 @@ from typing import NoReturn
 import torch
 
 from ..runtime import checking
-from . import checks, op, op_delta, op_gate, op_gated_norm, op_selective, op_ssd
-from .config import L2NORM_EPS
+from . import checks, op, op_delta, op_gated_norm, op_selective, op_ssd
 from .tensors import DeltaRule
 
 
@@ -210,36 +209,9 @@ def chunk_gated_delta_rule(
     if others:
         checking.no_other_arguments("chunk_gated_delta_rule", others, checks.DELTA_NAMES)
     flags = output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel
-    gate = {"A_log": A_log, "dt_bias": dt_bias}
-    gate |= {"A_log_main_grad": A_log_main_grad, "dt_bias_main_grad": dt_bias_main_grad}
+    gate = A_log, dt_bias, A_log_main_grad, dt_bias_main_grad
     operands = DeltaRule(q, k, v, g, beta, initial_state)
-    return _delta_rule(operands, "[B, T, HV]", cu_seqlens, scale, flags, gate)
-
-
-def _delta_rule(
-    operands: DeltaRule,
-    layout: str,
-    cu_seqlens: torch.Tensor | None,
-    scale: float | None,
-    flags: tuple[bool, bool, bool],
-    gate: dict[str, torch.Tensor | None],
-    lower_bound: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`chunk_gated_delta_rule` or `chunk_kda`; ``layout``: of the gates g."""
-    (q, k, v, g, beta, initial), (with_final, norm, in_kernel) = operands, flags
-    checking.flag("output_final_state", with_final)
-    checking.flag("use_qk_l2norm_in_kernel", norm)
-    checks.gate(in_kernel, q, g, layout, **gate, lower_bound=lower_bound)
-    if norm:
-        checks.queries_and_keys(q, k)
-        q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
-    if in_kernel:
-        A_log, dt_bias, *mains = gate.values()
-        g = op_gate.decay_gate(g, A_log, dt_bias, cu_seqlens, *mains, lower_bound)
-    out, final, *_ = op_delta.gated_delta_rule(
-        q, k, v, g, beta, initial, cu_seqlens, scale, with_final, -1
-    )
-    return out, final if with_final else None
+    return op_delta.normed_and_gated(operands, False, cu_seqlens, scale, flags, gate)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -340,10 +312,9 @@ def chunk_kda(
     if others:
         checking.no_other_arguments("chunk_kda", others, checks.KDA_NAMES)
     flags = output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel
-    gate = {"A_log": A_log, "dt_bias": dt_bias}
-    gate |= {"A_log_main_grad": A_log_main_grad, "dt_bias_main_grad": dt_bias_main_grad}
+    gate = A_log, dt_bias, A_log_main_grad, dt_bias_main_grad
     operands = DeltaRule(q, k, v, g, beta, initial_state)
-    return _delta_rule(operands, "[B, T, HV, K]", cu_seqlens, scale, flags, gate, lower_bound)
+    return op_delta.normed_and_gated(operands, True, cu_seqlens, scale, flags, gate, lower_bound)
 
 
 def fused_recurrent_kda(

@@ -40,6 +40,8 @@ DELTA_NAMES = {
 KDA_NAMES = DELTA_NAMES | {
     "safe_gate": "no safe_gate (any gate is safe; lower_bound= bounds that of use_gate_in_kernel)"
 }
+#: Parameters of the gate of a delta rule.
+GATE = "A_log", "dt_bias", "A_log_main_grad", "dt_bias_main_grad", "lower_bound"
 #: Arguments of mamba_ssm -> what `mamba_chunk_scan_combined` has in their place.
 SSD_NAMES = {
     "seq_idx": "no seq_idx (packs: cu_seqlens=)",
@@ -142,20 +144,20 @@ def gate_dimensions(g: object) -> int:
 
 
 def gate(
-    in_kernel: object, q: torch.Tensor, g: torch.Tensor, layout: str, **parameters: object
+    in_kernel: object, q: torch.Tensor, g: torch.Tensor, channels: bool, *parameters: object
 ) -> None:
     """Check what `op_gate.decay_gate` knows by other names, or that nothing of it is given.
 
-    layout: Of g.  parameters: A_log, which a gate has, and others by name.
+    channels: Whether g has them.  parameters: As `GATE` names them.
     """
     checking.flag("use_gate_in_kernel", in_kernel)
     checking.tensor("q", q)
-    checking.operand("g", g, layout)
+    checking.operand("g", g, "[B, T, HV, K]" if channels else "[B, T, HV]")
     if in_kernel:
         checking.same_device("g", g, "q", q)
-        checking.tensor("A_log", parameters["A_log"])
+        checking.tensor("A_log", parameters[0])
         return
-    for name, value in parameters.items():
+    for name, value in zip(GATE, parameters, strict=True):
         if value is not None:
             want = "None without use_gate_in_kernel=True"
             raise ArgumentTypeError(expected(name, want, type(value).__name__))

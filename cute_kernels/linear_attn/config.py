@@ -59,8 +59,6 @@ KEPT: Mapping[str, frozenset[str]] = {
     arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
     arch.CPU: _KEPT,
 }
-#: Likewise, of Kimi delta attention.
-KDA_KEPT = {arch.CPU: _KEPT}
 
 
 def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
@@ -120,6 +118,13 @@ def kda_facts(backend: str, device: arch.Device) -> dict[str, object]:
     channels = "halves of a row, then rows" if backend == arch.CPU else "rows, then halves"
     common: dict[str, object] = {"decay": "by channel", "gate with a lower bound": lower_bound}
     common |= {"gradient of A_log": f"channels of a head: {channels}"}
+    if backend == arch.TRITON:
+        common["order inside of chunks"] = (
+            "G a chain; pairs of rows in levels of blocks of 32 to 1 rows, rows times decays in "
+            "bf16, from or to the first block's last row, K in parts; 2^G q with scale, 2^G k and "
+            "2^(G_C - G) k in bf16"
+        )
+        common["gradients"] = "level by level; dg a chain, the last row first"
     return delta_facts(backend, device) | common
 
 

@@ -11,18 +11,15 @@ more, says where final is taken: `tensors.Last`.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from .. import contracts
 from ..arch import CPU, TRITON
 from ..errors import UnsupportedTransformError
-from ..runtime import dispatch
+from ..runtime import checking, dispatch
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
-from . import checks, config
+from . import checks, config, op_gate
 from .op import sequences_of
 from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
 
@@ -31,12 +28,13 @@ _ENTRY, _OF_CHANNELS = "gated_delta_rule", "kda"
 _PUBLIC = {_ENTRY: "chunk_gated_delta_rule", _OF_CHANNELS: "chunk_kda"}
 
 for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")):
-    _on_cpu = Implementation(f"{__package__}.cpu_delta:{_function}", frozenset(config.DTYPE_NAMES))
-    _on_gpu = Implementation(
-        f"{__package__}.triton.delta{_end}:{_function}", frozenset({torch.bfloat16})
-    )
-    dispatch.register(f"{_ENTRY}{_end}", {TRITON: _on_gpu, CPU: _on_cpu}, contract=_PUBLIC[_ENTRY])
-    dispatch.register(f"{_OF_CHANNELS}{_end}", {CPU: _on_cpu}, contract=_PUBLIC[_OF_CHANNELS])
+    _on_cpu = Implementation(f"{__package__}.cpu_delta:{_function}", dispatch.FLOATS)
+    for _entry, _module in ((_ENTRY, "delta"), (_OF_CHANNELS, "kda")):
+        _on_gpu = Implementation(
+            f"{__package__}.triton.{_module}{_end}:{_function}", frozenset({torch.bfloat16})
+        )
+        _backends = {TRITON: _on_gpu, CPU: _on_cpu}
+        dispatch.register(f"{_entry}{_end}", _backends, contract=_PUBLIC[_entry])
 
 dispatch.register(
     "gated_delta_step",
@@ -54,11 +52,11 @@ def backend(device: torch.device, dtype: torch.dtype, entry: str = _ENTRY) -> st
     return dispatch.backend(entry, device, dtype)
 
 
-for _name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-    contracts.register(contracts.Contract(_name, config.KEPT, config.delta_facts, backend))
-for _name in ("chunk_kda", "fused_recurrent_kda"):
-    _backend = functools.partial(backend, entry=_OF_CHANNELS)
-    contracts.register(contracts.Contract(_name, config.KDA_KEPT, config.kda_facts, _backend))
+for _names, _facts, _entry in (
+    (("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), config.delta_facts, _ENTRY),
+    (("chunk_kda", "fused_recurrent_kda"), config.kda_facts, _OF_CHANNELS),
+):
+    dispatch.register_contracts(_names, config.KEPT, _facts, _entry)
 
 
 def entry_of(g: torch.Tensor) -> str:
@@ -87,30 +85,32 @@ def _states(k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None) -> t
 
 
 def _saved(
-    k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, on_cpu: bool
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor | None, on_cpu: bool
 ) -> DeltaSaved:
     rows = v.shape[0] * v.shape[1]  # not Size.numel(), which fixes what torch.compile varies
     slots = sequences_of(*v.shape[:2], offsets).slots(config.DELTA_CHUNK) if rows else 0
     states = (slots, *_states(k, v, offsets)[1:])
     if on_cpu:
         return DeltaSaved(
-            v.new_empty(states, dtype=torch.float32), *(v.new_empty(0) for _ in "dhu")
+            v.new_empty(states, dtype=torch.float32), *(v.new_empty(0) for _ in "diup")
         )
+    square = rows, v.shape[2], config.DELTA_CHUNK
     return DeltaSaved(
         v.new_empty(states),
-        v.new_empty((rows, v.shape[2]), dtype=torch.float32),
-        v.new_empty((rows, v.shape[2], config.DELTA_CHUNK)),
+        v.new_empty((rows, *g.shape[2:]), dtype=torch.float32),
+        v.new_empty(square),
         v.new_empty((rows, *v.shape[2:])),
+        v.new_empty(square if entry_of(g) == _OF_CHANNELS else 0),
     )
 
 
-def _results(k, v, offsets, with_final: bool, on_cpu: bool) -> tuple[torch.Tensor, ...]:
+def _results(k, v, g, offsets, with_final: bool, on_cpu: bool) -> tuple[torch.Tensor, ...]:
     final = v.new_empty(_states(k, v, offsets) if with_final else 0, dtype=torch.float32)
-    return v.new_empty(v.shape), final, *_saved(k, v, offsets, on_cpu)
+    return v.new_empty(v.shape), final, *_saved(k, v, g, offsets, on_cpu)
 
 
 def _fake(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
-    return _results(k, v, offsets, with_final, v.device.type == "cpu")
+    return _results(k, v, g, offsets, with_final, v.device.type == "cpu")
 
 
 def _plan(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
@@ -120,7 +120,7 @@ def _plan(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
     on_cpu = backend(v.device, v.dtype, entry_of(g)) == CPU
 
     def run(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
-        out, final, *saved = _results(k, v, offsets, with_final, on_cpu)
+        out, final, *saved = _results(k, v, g, offsets, with_final, on_cpu)
         operands, sequences = (
             _operands(q, k, v, g, beta, initial),
             sequences_of(*v.shape[:2], offsets),
@@ -139,32 +139,27 @@ def _run_nothing(q, k, v, g, beta, initial, offsets, scale, with_final, lag):
     return out, final, *saved
 
 
-def _fake_backward(
-    d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
-):
+def _fake_backward(d_out, d_final, q, k, v, g, beta, initial, offsets, *saved_scale_needs):
+    needs = saved_scale_needs[-1]
     return tuple(
         t.new_empty(t.shape if need else 0) if t is not None else q.new_empty(0)
         for t, need in zip((q, k, v, g, beta, initial), needs, strict=True)
     )
 
 
-def _plan_backward(
-    d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
-):
+def _plan_backward(d_out, d_final, q, k, v, g, *others):
     if not v.numel():
         return Plan(_run_backward_of_nothing, cacheable=False)
     launch = dispatch.launcher(f"{entry_of(g)}_backward", v.device, v.dtype)
 
-    def run(
-        d_out, d_final, q, k, v, g, beta, initial, offsets, states, decay, inner, u, scale, needs
-    ):
-        inputs, saved = (q, k, v, g, beta, initial), DeltaSaved(states, decay, inner, u)
+    def run(d_out, d_final, q, k, v, g, beta, initial, offsets, *others):
+        inputs, (*saved, scale, needs) = (q, k, v, g, beta, initial), others
         results = _fake_backward(d_out, d_final, *inputs, offsets, *saved, scale, needs)
         *rows, d_initial = (t if need else None for t, need in zip(results, needs, strict=True))
         rows = [None if t is None else t.flatten(0, 1) for t in rows]
         launch(
             d_out.flatten(0, 1), d_final, _operands(*inputs), sequences_of(*v.shape[:2], offsets),
-            scale_of(q, scale), saved, DeltaGradients(*rows, d_initial),
+            scale_of(q, scale), DeltaSaved(*saved), DeltaGradients(*rows, d_initial),
         )  # fmt: skip
         return results
 
@@ -206,7 +201,7 @@ _vmap = refuse_vmap(
 )
 gated_delta_rule = define_op(
     f"gated_delta_rule({_OPERANDS}, float? scale, bool with_final, int lag) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     plan=_plan,
     fake=_fake,
@@ -216,9 +211,37 @@ gated_delta_rule = define_op(
 )
 gated_delta_rule_backward = define_op(
     f"gated_delta_rule_backward(Tensor d_out, Tensor? d_final, {_OPERANDS}, Tensor states, "
-    "Tensor decay, Tensor inner, Tensor u, float? scale, bool[] needs) "
+    "Tensor decay, Tensor inner, Tensor u, Tensor scores, float? scale, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     plan=_plan_backward,
     fake=_fake_backward,
     vmap=_vmap,
 )
+
+
+def normed_and_gated(
+    operands: DeltaRule,
+    channels: bool,
+    cu_seqlens: torch.Tensor | None,
+    scale: float | None,
+    flags: tuple[bool, bool, bool],
+    gate: tuple[torch.Tensor | None, ...],
+    lower_bound: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Results of `api.chunk_gated_delta_rule`, or with gates by channel of `api.chunk_kda`.
+
+    flags: output_final_state, use_qk_l2norm_in_kernel and use_gate_in_kernel.  gate: A_log,
+    dt_bias, and their main_grads.
+    """
+    (q, k, v, g, beta, initial), (with_final, norm, in_kernel) = operands, flags
+    checking.flag("output_final_state", with_final)
+    checking.flag("use_qk_l2norm_in_kernel", norm)
+    checks.gate(in_kernel, q, g, channels, *gate, lower_bound)
+    if norm:
+        checks.queries_and_keys(q, k)
+        q, k = (op_gate.l2norm(t, config.L2NORM_EPS) for t in (q, k))
+    if in_kernel:
+        A_log, dt_bias, *mains = gate
+        g = op_gate.decay_gate(g, A_log, dt_bias, cu_seqlens, *mains, lower_bound)
+    out, final, *_ = gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, scale, with_final, -1)
+    return out, final if with_final else None

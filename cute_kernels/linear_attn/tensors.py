@@ -69,14 +69,15 @@ class DeltaSaved(NamedTuple):
     """What the forward of a gated delta rule leaves to its backward.
 
     states: [slots, HV, K, V], the state before each chunk, at its slot of `Sequences.slots`; fp32
-    on the CPU, whose other tensors are of size 0, and bf16 in Triton.  decay: [N, HV], fp32.
-    inner: [N, HV, chunk], bf16.  u: [N, HV, V], bf16.
+    on the CPU, whose other tensors are of size 0, and bf16 in Triton.  decay: as g, fp32.
+    inner, and with gates by channel scores: [N, HV, chunk], bf16.  u: [N, HV, V], bf16.
     """
 
     states: torch.Tensor
     decay: torch.Tensor
     inner: torch.Tensor
     u: torch.Tensor
+    scores: torch.Tensor
 
 
 class DeltaRecord(NamedTuple):

@@ -31,10 +31,10 @@ def slow(given: Case) -> DeltaRule:
 
 
 def forward(launch, given: Case, o: DeltaRule, lag: int = -1) -> Forward:
-    k, v = (t.unflatten(0, (1, -1)) for t in (o.k, o.v))
+    k, v, g = (t.unflatten(0, (1, -1)) for t in (o.k, o.v, o.g))
     rows = given.rows if given.batch == 0 else given.batch * given.lengths[0]
     assert rows == len(o.v)
-    saved = op_delta._saved(*batched(given, k, v), given.offsets, on_cpu=launch is cpu_delta)
+    saved = op_delta._saved(*batched(given, k, v, g), given.offsets, on_cpu=launch is cpu_delta)
     out = torch.full_like(o.v, float("nan"))
     final = torch.full((given.count, given.heads[1], *given.sizes), float("nan"))
     launch.delta_rule(o, given.sequences, SCALE, out, Last(final, lag), saved)

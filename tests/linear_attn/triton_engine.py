@@ -43,6 +43,18 @@ DELTA = Runner(
     },
     files=("kernel", "kernel_delta", "delta"),
 )
+KDA = Runner(
+    package,
+    {
+        "channel_decays_kernel": ("decay_ptr",),
+        "channel_inner_kernel": (
+            "inner_ptr", "scores_ptr", "queries_ptr", "keys_ptr", "weighted_ptr",
+        ),
+        "chain_kernel": ("u_ptr", "states_ptr", "final_ptr"),
+        "output_kernel": ("out_ptr", "u_ptr", "states_ptr"),
+    },
+    files=("kernel", "kernel_delta", "kernel_kda", "delta", "kda"),
+)  # fmt: skip
 DELTA_BACKWARD = Runner(
     package,
     {
@@ -55,6 +67,21 @@ DELTA_BACKWARD = Runner(
     },
     files=("kernel", "kernel_delta", "kernel_delta_backward", "delta", "delta_backward"),
 )
+KDA_BACKWARD = Runner(
+    package,
+    {
+        "decayed_rows_kernel": ("queries_ptr", "keys_ptr", "weighted_ptr"),
+        "local_gradient_kernel": ("du_ptr",),
+        "chain_gradient_kernel": ("dr_ptr", "d_states_ptr", "d_initial_ptr"),
+        "scores_gradient_kernel": ("d1_ptr", "d2_ptr", "dv_ptr", "of_beta_ptr"),
+        "channels_gradient_kernel": ("dq_ptr", "dk_ptr", "d_decay_ptr", "of_z_ptr"),
+        "channel_gates_gradient_kernel": ("dg_ptr", "d_beta_ptr"),
+    },
+    files=(
+        "kernel", "kernel_delta", "kernel_delta_backward", "kernel_kda", "kernel_kda_backward",
+        "delta", "delta_backward", "kda_backward",
+    ),
+)  # fmt: skip
 DELTA_STEP = Runner(
     package,
     {
@@ -109,5 +136,6 @@ SELECTIVE = Runner(
     ),
 )  # fmt: skip
 RUNNERS = (
-    RUNNER, GATE, GATED_NORM, DELTA, DELTA_BACKWARD, DELTA_STEP, SSD, SSD_BACKWARD, SELECTIVE,
+    RUNNER, GATE, GATED_NORM, DELTA, KDA, DELTA_BACKWARD, KDA_BACKWARD, DELTA_STEP, SSD,
+    SSD_BACKWARD, SELECTIVE,
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """The gated delta rule in Triton, forward: three kernels, which share the products of a chunk.
 
+Kimi delta attention, with a decay of each of CHANNELS of k, has the last two: see kernel_kda.py.
+
     u_i = β_i (v_i - 2^g_i S_{i-1}ᵀ k_i)    S_i = 2^g_i S_{i-1} + k_i u_iᵀ    o_i = scale S_iᵀ q_i
 
     inner_kernel   G and, of each chunk, A = (I + L)⁻¹:  L_ij = β_i (k_i·k_j) 2^(G_i - G_j), j < i
@@ -71,6 +73,12 @@ def rows_at(ptr, row, head, size, row_stride, head_stride, inside):
 
 
 @triton.jit
+def square_at(ptr, row, head, HV: tl.constexpr, inside):
+    """Rows [64, 64] of a matrix of each chunk, [N, HV, 64]; 0 outside."""
+    return rows_at(ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
+
+
+@triton.jit
 def gates_at(ptr, row, head, HV, inside):
     """A gate of rows of a head, fp32; 0 outside."""
     return tl.load(ptr + (row * HV + head), mask=inside, other=0.0).to(tl.float32)
@@ -137,9 +145,14 @@ def _merged(t, lower, SIZE: tl.constexpr, UPCAST: tl.constexpr):
 @triton.jit
 def inverse(k, beta, decay, UPCAST: tl.constexpr):
     """A = (I + L)⁻¹ of a chunk's rows, rounded."""
-    i = tl.arange(0, CHUNK)
     kk = product(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
-    lower = (beta[:, None] * kk) * tl.exp2(decay[:, None] - decay[None, :])
+    return inverse_of((beta[:, None] * kk) * tl.exp2(decay[:, None] - decay[None, :]), UPCAST)
+
+
+@triton.jit
+def inverse_of(lower, UPCAST: tl.constexpr):
+    """(I + L)⁻¹, rounded, of an L [64, 64] that is lower below its diagonal."""
+    i = tl.arange(0, CHUNK)
     lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
     diagonal = inverses(diagonal_blocks(lower), _BLOCKS)
     b = tl.arange(0, _BLOCKS)
@@ -161,26 +174,30 @@ def corrected(k, v, beta, decay, inner, s_hat, inside, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def next_state(s, k, u, decay, whole, UPCAST: tl.constexpr):
-    """S' = 2^G_C S + Σ_j 2^(G_C - G_j) k_j u_jᵀ."""
-    weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
+def scaled(rows, factor):
+    """Rows [64, K] times a factor each, rounded."""
+    return (rows.to(tl.float32) * factor).to(tl.bfloat16)
+
+
+@triton.jit
+def next_state(s, weighted, u, whole, UPCAST: tl.constexpr):
+    """S' = 2^G_C S + Σ_j w_j u_jᵀ, w = 2^(G_C - G) k."""
     update = product(tl.trans(weighted), u, tl.zeros(s.shape, tl.float32), UPCAST) + 0.0
     return tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)
 
 
 @triton.jit
-def scores(qk, decay, scale):
-    """P = (q·k) 2^(G_i - G_j) scale of j <= i, fp32."""
+def scores(q, k, decay, scale, UPCAST: tl.constexpr):
+    """P = (q·k) 2^(G_i - G_j) scale of j <= i, rounded."""
     i = tl.arange(0, CHUNK)
+    qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
     weight = tl.exp2(decay[:, None] - decay[None, :]) * scale
-    return tl.where(i[:, None] >= i[None, :], qk * weight, 0.0)
+    return tl.where(i[:, None] >= i[None, :], qk * weight, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def outputs(q, k, u, s_hat, decay, scale, UPCAST: tl.constexpr):
+def outputs(q, p, u, s_hat, decay, scale, UPCAST: tl.constexpr):
     """o of a chunk's rows, before its rounding."""
-    qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
-    p = scores(qk, decay, scale).to(tl.bfloat16)
     out = product(q, s_hat, tl.zeros(u.shape, tl.float32), UPCAST)
     return product(p, u, out * (tl.exp2(decay) * scale)[:, None], UPCAST) + 0.0
 
@@ -213,6 +230,41 @@ def inner_kernel(
 
 
 @triton.jit
+def decays_of(decay_ptr, row, end, head, HV: tl.constexpr, CHANNELS: tl.constexpr):
+    """G of rows of a head, the last one's behind it, so that no 2^(G_i - G_j) overflows.
+
+    0 where k and q have the decays of their CHANNELS in them.
+    """
+    if CHANNELS:
+        return tl.zeros(row.shape, tl.float32)
+    else:
+        return tl.load(decay_ptr + (tl.minimum(row, end - 1) * HV + head))
+
+
+@triton.jit
+def whole_decay(
+    decay_ptr, last, head, HV: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """G_C, of the last row: a number, or [K, 1] of channels."""
+    if CHANNELS:
+        return tl.load(decay_ptr + ((last * HV + head) * K + tl.arange(0, K)))[:, None]
+    else:
+        return tl.load(decay_ptr + (last * HV + head))
+
+
+@triton.jit
+def weighted_keys(
+    weighted_ptr, k, decay, whole, row, head, HV: tl.constexpr, K: tl.constexpr, inside,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """2^(G_C - G) k of rows, rounded."""
+    if CHANNELS:
+        return rows_at(weighted_ptr, row, head, tl.arange(0, K), HV * K, K, inside)
+    else:
+        return scaled(k, tl.exp2(whole - decay)[:, None])
+
+
+@triton.jit
 def state_at(sequence, head, columns, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """Offsets [K, columns] of a state of [.., HV, K, V]."""
     k = tl.arange(0, K)[:, None]
@@ -241,10 +293,10 @@ def row_of_last(first, end, LAG, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["LENGTH", "LAG"])
 def chain_kernel(
-    k_ptr, v_ptr, beta_ptr, decay_ptr, inner_ptr, initial_ptr, offsets_ptr, u_ptr, states_ptr,
-    final_ptr, LENGTH, LAG, k_row, k_head, v_row, v_head,
+    k_ptr, v_ptr, beta_ptr, decay_ptr, weighted_ptr, inner_ptr, initial_ptr, offsets_ptr,
+    u_ptr, states_ptr, final_ptr, LENGTH, LAG, k_row, k_head, v_row, v_head,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """u and the states of a sequence and v head, ``COLUMNS`` of V, chunk after chunk.
 
@@ -267,17 +319,20 @@ def chain_kernel(
         inside = row < end
         k = rows_at(k_ptr, row, head // GROUP, tl.arange(0, K), k_row, k_head, inside)
         v = rows_at(v_ptr, row, head, columns, v_row, v_head, inside).to(tl.float32)
-        inner = rows_at(inner_ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
-        decay = gates_at(decay_ptr, row, head, HV, inside)
+        inner = square_at(inner_ptr, row, head, HV, inside)
+        decay = decays_of(decay_ptr, row, end, head, HV, CHANNELS)
         beta = gates_at(beta_ptr, row, head, HV, inside)
         last = tl.minimum(start + CHUNK, end) - 1
-        whole = tl.load(decay_ptr + (last * HV + head))  # G_C
+        whole = whole_decay(decay_ptr, last, head, HV, K, CHANNELS)
         s_hat = upper_plane(s)
         tl.store(states_ptr + state_at(slot, head, columns, HV, K, V), s_hat)
         u = corrected(k, v, beta, decay, inner, s_hat, inside, UPCAST)
         offset = (row[:, None] * HV + head) * V + columns[None, :]
         tl.store(u_ptr + offset, u, mask=inside[:, None])
-        s = next_state(s, k, u, decay, whole, UPCAST)
+        weighted = weighted_keys(
+            weighted_ptr, k, decay, whole, row, head, HV, K, inside, CHANNELS
+        )  # fmt: skip
+        s = next_state(s, weighted, u, whole, UPCAST)
         if final_ptr is not None:
             if last + 1 == behind:
                 tl.store(final_ptr + at, s)
@@ -286,10 +341,10 @@ def chain_kernel(
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def output_kernel(
-    q_ptr, k_ptr, u_ptr, decay_ptr, states_ptr, offsets_ptr, out_ptr,
+    q_ptr, k_ptr, u_ptr, decay_ptr, scores_ptr, states_ptr, offsets_ptr, out_ptr,
     N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """o of a chunk of a v head, ``COLUMNS`` of V; 0 of rows that belong to no sequence.
 
@@ -311,8 +366,12 @@ def output_kernel(
         return
     d = tl.arange(0, K)
     q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
-    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
     u = rows_at(u_ptr, row, head, columns, HV * V, V, inside)
-    decay = gates_at(decay_ptr, row, head, HV, inside)
-    out = outputs(q, k, u, tl.load(states_ptr + at), decay, scale, UPCAST)
+    decay = decays_of(decay_ptr, row, end, head, HV, CHANNELS)
+    if CHANNELS:
+        p = square_at(scores_ptr, row, head, HV, inside)
+    else:
+        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+        p = scores(q, k, decay, scale, UPCAST)
+    out = outputs(q, p, u, tl.load(states_ptr + at), decay, scale, UPCAST)
     tl.store(out_ptr + offset, out.to(tl.bfloat16), mask=inside[:, None])

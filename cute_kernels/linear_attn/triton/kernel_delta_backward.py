@@ -30,20 +30,26 @@ from ...runtime.triton_sums import pairs
 from .kernel import sequence_rows
 from .kernel_delta import (
     CHUNK,
+    decays_of,
     gates_at,
     product,
     rows_at,
+    scaled,
     scores,
     sequence_of,
+    square_at,
     state_at,
+    weighted_keys,
+    whole_decay,
 )
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def local_gradient_kernel(
-    d_out_ptr, q_ptr, k_ptr, decay_ptr, offsets_ptr, du_ptr,
+    d_out_ptr, q_ptr, k_ptr, decay_ptr, scores_ptr, offsets_ptr, du_ptr,
     N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head, d_row, d_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    CHANNELS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dU = Pᵀ dO of a chunk of a v head."""
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
@@ -53,24 +59,26 @@ def local_gradient_kernel(
     row = start + tl.arange(0, CHUNK)
     inside = row < end
     d, columns = tl.arange(0, K), tl.arange(0, V)
-    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
-    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
     d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, inside)
-    decay = gates_at(decay_ptr, row, head, HV, inside)
-    qk = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), UPCAST)
-    p = tl.trans(scores(qk, decay, scale).to(tl.bfloat16))
-    du = product(p, d_out, tl.zeros([CHUNK, V], tl.float32), UPCAST) + 0.0
+    if CHANNELS:
+        p = square_at(scores_ptr, row, head, HV, inside)
+    else:
+        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
+        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
+        decay = decays_of(decay_ptr, row, end, head, HV, False)
+        p = scores(q, k, decay, scale, UPCAST)
+    du = product(tl.trans(p), d_out, tl.zeros([CHUNK, V], tl.float32), UPCAST) + 0.0
     offset = (row[:, None] * HV + head) * V + columns[None, :]
     tl.store(du_ptr + offset, du.to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["LENGTH"])
 def chain_gradient_kernel(
-    d_out_ptr, q_ptr, k_ptr, beta_ptr, decay_ptr, inner_ptr, du_ptr, d_final_ptr, offsets_ptr,
-    dr_ptr, d_states_ptr, d_initial_ptr,
+    d_out_ptr, q_ptr, k_ptr, beta_ptr, decay_ptr, weighted_ptr, inner_ptr, du_ptr, d_final_ptr,
+    offsets_ptr, dr_ptr, d_states_ptr, d_initial_ptr,
     LENGTH, scale, q_row, q_head, k_row, k_head, d_row, d_head,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dR and the gradients of the states of a sequence and v head, the last chunk first."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -88,27 +96,29 @@ def chain_gradient_kernel(
         start = first + chunk * CHUNK
         row = start + tl.arange(0, CHUNK)
         inside = row < end
-        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside).to(tl.float32)
+        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
         k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
         d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, inside)
         du = rows_at(du_ptr, row, head, columns, HV * V, V, inside).to(tl.float32)
-        inner = rows_at(inner_ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
-        decay = gates_at(decay_ptr, row, head, HV, inside)
+        inner = square_at(inner_ptr, row, head, HV, inside)
+        decay = decays_of(decay_ptr, row, end, head, HV, CHANNELS)
         beta = gates_at(beta_ptr, row, head, HV, inside)
         last = tl.minimum(start + CHUNK, end) - 1
-        whole = tl.load(decay_ptr + (last * HV + head))
+        whole = whole_decay(decay_ptr, last, head, HV, K, CHANNELS)
         ds_hat = ds.to(tl.bfloat16)
         tl.store(d_states_ptr + state_at(first_slot + chunk, head, columns, HV, K, V), ds_hat)
         grown = tl.exp2(decay)
-        weighted = (k.to(tl.float32) * tl.exp2(whole - decay)[:, None]).to(tl.bfloat16)
+        weighted = weighted_keys(
+            weighted_ptr, k, decay, whole, row, head, HV, K, inside, CHANNELS
+        )  # fmt: skip
         du = product(weighted, ds_hat, du, UPCAST) + 0.0
         du = tl.where(inside[:, None], du, 0.0).to(tl.bfloat16)
         dr = product(tl.trans(inner), du, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
         dr = (dr + 0.0).to(tl.bfloat16)
         offset = (row[:, None] * HV + head) * V + columns[None, :]
         tl.store(dr_ptr + offset, dr, mask=inside[:, None])
-        q = tl.trans((q * (grown * scale)[:, None]).to(tl.bfloat16))
-        update = product(q, d_out, tl.zeros([K, COLUMNS], tl.float32), UPCAST)
+        q = scaled(q, (grown * scale)[:, None])
+        update = product(tl.trans(q), d_out, tl.zeros([K, COLUMNS], tl.float32), UPCAST)
         z = (dr.to(tl.float32) * -(beta * grown)[:, None]).to(tl.bfloat16)
         update = product(tl.trans(k), z, update, UPCAST) + 0.0
         ds = tl.fma(tl.broadcast_to(tl.exp2(whole), ds.shape), ds, update)
@@ -123,20 +133,18 @@ def _store_rows(ptr, value, row, head, size: tl.constexpr, heads: tl.constexpr, 
     tl.store(ptr + offset, value.to(ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
-def _square_at(ptr, row, head, HV: tl.constexpr, inside):
-    """Rows [64, 64] of D1 or D2, [N, HV, 64]; 0 outside."""
-    return rows_at(ptr, row, head, tl.arange(0, CHUNK), HV * CHUNK, CHUNK, inside)
-
-
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def scores_gradient_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, decay_ptr, u_ptr, dr_ptr, offsets_ptr,
     d1_ptr, d2_ptr, dv_ptr, d_decay_ptr, of_beta_ptr, N, LENGTH, SEQUENCES, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, d_row, d_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, UPCAST: tl.constexpr,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    CHANNELS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """D1, D2 + D2ᵀ, dv of a chunk of a v head, and what P, L and v owe to dG and dβ."""
+    """D1, D2 + D2ᵀ, dv of a chunk of a v head, and what P, L and v owe to dG and dβ.
+
+    With CHANNELS, whose decays are in no D: D1, dL + D2ᵀ, dv, and what v owes to dβ.
+    """
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
     head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
@@ -145,8 +153,13 @@ def scores_gradient_kernel(
     there = inside & (sequence < SEQUENCES)
     d, columns = tl.arange(0, K), tl.arange(0, V)
     square = tl.zeros([CHUNK, CHUNK], tl.float32)
-    decay = gates_at(decay_ptr, row, head, HV, there)
     beta = gates_at(beta_ptr, row, head, HV, there)
+    if CHANNELS:
+        decay = tl.zeros([CHUNK], tl.float32)
+    else:
+        # As `decays_of`, where there may be no row.
+        near = tl.minimum(row, end - 1) * HV + head
+        decay = tl.load(decay_ptr + near, mask=(sequence < SEQUENCES) & (start < end), other=0.0)
     weight = tl.exp2(decay[:, None] - decay[None, :])
     d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, there)
     u = rows_at(u_ptr, row, head, columns, HV * V, V, there)
@@ -158,22 +171,27 @@ def scores_gradient_kernel(
     v = rows_at(v_ptr, row, head, columns, v_row, v_head, there).to(tl.float32)
     of_v = pairs(dr.to(tl.float32) * v, CHUNK, V)
     _store_rows(dv_ptr, dr.to(tl.float32) * beta[:, None], row, head, V, HV, inside)
-    q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, there)
-    k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, there)
-    of_beta = dl * product(k, tl.trans(k), square, UPCAST)
-    m = d1 * product(q, tl.trans(k), square, UPCAST)
-    m = tl.fma(of_beta, tl.broadcast_to(beta[:, None], m.shape), m)
-    d_decay = pairs(m, CHUNK, CHUNK) - pairs(tl.trans(m), CHUNK, CHUNK)
-    dl = dl * beta[:, None]
-    _store_rows(d1_ptr, d1, row, head, CHUNK, HV, inside)
-    _store_rows(d2_ptr, dl + tl.trans(dl), row, head, CHUNK, HV, inside)
     at = row * HV + head
-    tl.store(d_decay_ptr + at, d_decay, mask=inside)
-    tl.store(of_beta_ptr + at, pairs(of_beta, CHUNK, CHUNK) + of_v, mask=inside)
+    d2 = dl * beta[:, None]
+    if CHANNELS:
+        d2 = dl + tl.trans(d2)
+    else:
+        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, there)
+        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, there)
+        of_beta = dl * product(k, tl.trans(k), square, UPCAST)
+        m = d1 * product(q, tl.trans(k), square, UPCAST)
+        m = tl.fma(of_beta, tl.broadcast_to(beta[:, None], m.shape), m)
+        d_decay = pairs(m, CHUNK, CHUNK) - pairs(tl.trans(m), CHUNK, CHUNK)
+        tl.store(d_decay_ptr + at, d_decay, mask=inside)
+        of_v = pairs(of_beta, CHUNK, CHUNK) + of_v
+        d2 = d2 + tl.trans(d2)
+    _store_rows(d1_ptr, d1, row, head, CHUNK, HV, inside)
+    _store_rows(d2_ptr, d2, row, head, CHUNK, HV, inside)
+    tl.store(of_beta_ptr + at, of_v, mask=inside)
 
 
 @triton.jit
-def _some_rows_of(
+def some_rows_of(
     state_ptr, slot, head, d, there, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr
 ):
     """Rows d of K of a state, [len(d), V]; 0 where there is no chunk."""
@@ -182,13 +200,13 @@ def _some_rows_of(
 
 
 @triton.jit
-def _part_at(part, row, head, N, HV: tl.constexpr):
+def part_at(part, row, head, N, HV: tl.constexpr):
     """Offsets of a sum over a part of K of rows of a head: parts [parts, N, HV]."""
     return (tl.cast(part, tl.int64) * N + row) * HV + head
 
 
 @triton.jit
-def _store_part(ptr, value, row, head, d, size: tl.constexpr, heads: tl.constexpr, inside):
+def store_part(ptr, value, row, head, d, size: tl.constexpr, heads: tl.constexpr, inside):
     """Columns d of dense rows of a head, with the one rounding."""
     offset = (row[:, None] * heads + head) * size + d[None, :]
     tl.store(ptr + offset, value.to(ptr.dtype.element_ty), mask=inside[:, None])
@@ -215,16 +233,16 @@ def queries_gradient_kernel(
         head = of_k * GROUP + member
         decay = gates_at(decay_ptr, row, head, HV, there)
         d_out = rows_at(d_out_ptr, row, head, columns, d_row, d_head, there)
-        s = _some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)
+        s = some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)
         dq = product(d_out, tl.trans(s), tl.zeros([CHUNK, PART], tl.float32), UPCAST)
         dq = dq * (tl.exp2(decay) * scale)[:, None]
         q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there).to(tl.float32)
         tl.store(
-            of_q_ptr + _part_at(part, row, head, N, HV), pairs(q * dq, CHUNK, PART), mask=inside
+            of_q_ptr + part_at(part, row, head, N, HV), pairs(q * dq, CHUNK, PART), mask=inside
         )
         k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
-        total += product(_square_at(d1_ptr, row, head, HV, there), k, dq, UPCAST)
-    _store_part(dq_ptr, total, row, of_k, d, K, HV // GROUP, inside)
+        total += product(square_at(d1_ptr, row, head, HV, there), k, dq, UPCAST)
+    store_part(dq_ptr, total, row, of_k, d, K, HV // GROUP, inside)
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
@@ -251,9 +269,9 @@ def keys_gradient_kernel(
         decay = gates_at(decay_ptr, row, head, HV, there)
         beta = gates_at(beta_ptr, row, head, HV, there)
         whole = tl.load(decay_ptr + (last * HV + head), mask=sequence < SEQUENCES, other=0.0)
-        at = _part_at(part, row, head, N, HV)
-        s = _some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)
-        ds = _some_rows_of(d_states_ptr, slot, head, d, is_chunk, HV, K, V)
+        at = part_at(part, row, head, N, HV)
+        s = some_rows_of(states_ptr, slot, head, d, is_chunk, HV, K, V)
+        ds = some_rows_of(d_states_ptr, slot, head, d, is_chunk, HV, K, V)
         of_states = pairs(s.to(tl.float32) * ds.to(tl.float32), PART, V)
         tl.store(of_states_ptr + ((slot * HV + head) * K + d), of_states)
         dr = rows_at(dr_ptr, row, head, columns, HV * V, V, there)
@@ -267,18 +285,18 @@ def keys_gradient_kernel(
         tl.store(of_u_ptr + at, pairs(k * of_u, CHUNK, PART), mask=inside)
         dk = of_u - dk * beta[:, None]
         q = rows_at(q_ptr, row, of_k, d, q_row, q_head, there)
-        dk = product(tl.trans(_square_at(d1_ptr, row, head, HV, there)), q, dk, UPCAST)
+        dk = product(tl.trans(square_at(d1_ptr, row, head, HV, there)), q, dk, UPCAST)
         k = rows_at(k_ptr, row, of_k, d, k_row, k_head, there)
-        total += product(_square_at(d2_ptr, row, head, HV, there), k, dk, UPCAST)
-    _store_part(dk_ptr, total, row, of_k, d, K, HV // GROUP, inside)
+        total += product(square_at(d2_ptr, row, head, HV, there), k, dk, UPCAST)
+    store_part(dk_ptr, total, row, of_k, d, K, HV // GROUP, inside)
 
 
 @triton.jit
-def _sum_of_parts(ptr, row, head, N, HV: tl.constexpr, PARTS: tl.constexpr, inside):
+def sum_of_parts(ptr, row, head, N, HV: tl.constexpr, PARTS: tl.constexpr, inside):
     """Sums over K of rows of a head, parts ascending."""
-    total = tl.load(ptr + _part_at(0, row, head, N, HV), mask=inside, other=0.0)
+    total = tl.load(ptr + part_at(0, row, head, N, HV), mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(ptr + _part_at(part, row, head, N, HV), mask=inside, other=0.0)
+        total += tl.load(ptr + part_at(part, row, head, N, HV), mask=inside, other=0.0)
     return total
 
 
@@ -299,8 +317,8 @@ def gates_gradient_kernel(
     is_chunk = (sequence < SEQUENCES) & (start < end)
     last = tl.minimum(start + CHUNK, end) - 1
     beta = gates_at(beta_ptr, row, head, HV, there)
-    of_z = _sum_of_parts(of_z_ptr, row, head, N, HV, PARTS, there)
-    of_u = _sum_of_parts(of_u_ptr, row, head, N, HV, PARTS, there)
+    of_z = sum_of_parts(of_z_ptr, row, head, N, HV, PARTS, there)
+    of_u = sum_of_parts(of_u_ptr, row, head, N, HV, PARTS, there)
     d_beta = gates_at(of_beta_ptr, row, head, HV, there) - of_z
     of_states = tl.load(
         of_states_ptr + ((slot * HV + head) * K + tl.arange(0, K)), mask=is_chunk, other=0.0
@@ -308,7 +326,7 @@ def gates_gradient_kernel(
     whole = tl.load(decay_ptr + (last * HV + head), mask=is_chunk, other=0.0)
     at_last = _total(of_u, CHUNK) + _total(of_states, K) * tl.exp2(whole)
     d_decay = gates_at(d_decay_ptr, row, head, HV, there)
-    d_decay += _sum_of_parts(of_q_ptr, row, head, N, HV, PARTS, there)
+    d_decay += sum_of_parts(of_q_ptr, row, head, N, HV, PARTS, there)
     d_decay = d_decay - beta * of_z - of_u + tl.where(row == last, at_last, 0.0)
     later = tl.where(i[None, :] >= i[:, None], d_decay[None, :], 0.0)
     gates = row * HV + head

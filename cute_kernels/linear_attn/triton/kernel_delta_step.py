@@ -20,6 +20,8 @@ from .kernel_delta import (
     inverse,
     next_state,
     outputs,
+    scaled,
+    scores,
     state_at,
     upper_plane,
 )
@@ -98,13 +100,13 @@ def step_kernel(
         u = corrected(k, v.to(tl.float32), beta, decay, inner, s_hat, there, UPCAST)
         q = row[:, None] * q_row + (head // GROUP * q_head + tl.arange(0, K)[None, :])
         q = tl.load(q_ptr + q, mask=new[:, None], other=0.0)
-        out = outputs(q, k, u, s_hat, decay, scale, UPCAST)
+        out = outputs(q, scores(q, k, decay, scale, UPCAST), u, s_hat, decay, scale, UPCAST)
         offset = (row[:, None] * HV + head) * V + tl.arange(0, V)[None, :]
         tl.store(out_ptr + offset, out.to(tl.bfloat16), mask=new[:, None])
         if start + CHUNK <= total:
             # G of the last row of a whole chunk: a sum of it and zeros.
             whole = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, decay, 0.0), axis=0)
-            s = next_state(s, k, u, decay, whole, UPCAST)
+            s = next_state(s, scaled(k, tl.exp2(whole - decay)[:, None]), u, whole, UPCAST)
             if start + CHUNK <= whole_rows:
                 tl.store(state_ptr + at, s)
         keep = new & (p >= whole_rows)

@@ -21,6 +21,7 @@ class TritonPlan:
     chain_stages: Chunks whose loads are under way in those programs.
     delta_warps, gradient_warps, part_warps, step_warps: Warps of its programs; of those behind the
         chain in its backward, of dq's and dk's; of decoding.
+    sums_warps, channel_warps: Of programs that sum gates by channel, and of those inside of chunks.
     step_heads: Heads of a program of the steps of a state space scan.
     ssd_columns, ssd_rows: Columns of a state and rows of a chunk of its other programs, which are
         those of parts of sums: they decide bits of gradients.
@@ -46,6 +47,8 @@ class TritonPlan:
     gradient_warps: int = 4
     part_warps: int = 4
     step_warps: int = 8
+    sums_warps: int = 2
+    channel_warps: int = 8
     step_heads: int = 32
     ssd_columns: int = 64
     ssd_rows: int = 64
