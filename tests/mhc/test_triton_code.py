@@ -99,37 +99,3 @@ def test_alignment_shows_in_no_product(target, n, layout):
         products = [kernel.asm["ttgir"] for kernel in RUNNER.compiled(target, products)]
         out.append([set(re.findall(r"amd_mfma<.*?>|kWidth = \d+", text)) for text in products])
     assert out[0] == out[1] and all(len(one) > 1 for one in out[0])
-
-
-MUTANTS = {
-    "a sum of a whole tile": (
-        "sums = halves(stack(lanes, COUNT), ROWS, BLOCK, COUNT)",
-        "sums = tl.sum(tl.reshape(stack(lanes, COUNT), [ROWS, BLOCK, COUNT]), axis=1)",
-        "a sum in the order of the compiler",
-    ),
-    "fused": ("SIZES.num_warps, \"enable_fp_fusion\": TRITON.fp_fusion",
-        "SIZES.num_warps, \"enable_fp_fusion\": True", "sums that the compiler may fuse"),
-    "atomic": (
-        "tl.store(part + (c + 3), of_beta, mask=c < COLUMNS)",
-        "tl.atomic_add(part + (c + 3), of_beta, mask=c < COLUMNS)",
-        "atomics",
-    ),
-    "approximate division": ("return s, y, factor", "return s, y / (1.0 + y), factor",
-        "division or root that is not IEEE's"),
-    "approximate root": ("tl.sqrt_rn(", "tl.sqrt(", "division or root that is not IEEE's"),
-    "narrow offsets": (
-        "ptrs = ptr + rows[:, None] * C + c\n    tl.store",
-        "ptrs = ptr + (rows[:, None] * C + c).to(tl.int32)\n    tl.store",
-        "offsets of 32 bits",
-    ),
-    "tf32": ("\"INPUT_PRECISION\": TRITON.input_precision", "\"INPUT_PRECISION\": \"tf32\"",
-        "tf32"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_found(name):
-    old, new, complaint = MUTANTS[name]
-    mutant = RUNNER.mutant((old, new))
-    kernels = RUNNER.compiled("sm_90", everything(mutant, Shape(64, 64, 2, "nc", FP32)), mutant)
-    assert any(complaint in complaints(kernel) for kernel in kernels)

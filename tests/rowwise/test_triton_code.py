@@ -100,37 +100,3 @@ def test_numbers_of_rows_are_not_compiled_in(target):
         kernels = RUNNER.compiled(target, some(launch, rows, 1504))
         found.append(tuple(kernel.hash for kernel in kernels))
     assert len(set(found)) == 1 and len(found[0]) == 7
-
-
-MUTANTS = {
-    "a sum of a whole row": (
-        "return tl.max(over_columns(tl.reshape(v, [1, LANES]), 1, LANES), axis=0)",
-        "return tl.sum(v, axis=0)",
-        "a sum in the order of the compiler",
-    ),
-    "fused": ("TRITON.num_warps, \"enable_fp_fusion\": TRITON.fp_fusion",
-        "TRITON.num_warps, \"enable_fp_fusion\": True", "sums that the compiler may fuse"),
-    "atomic": (
-        "tl.store(into, total.to(into_ptr.dtype.element_ty), mask=mask)",
-        "tl.atomic_add(into, total.to(into_ptr.dtype.element_ty), mask=mask)",
-        "atomics",
-    ),
-    "approximate division": (
-        "        return tl.div_rn(x, exp(-x) + 1.0)",
-        "        return x / (exp(-x) + 1.0)",
-        "division or root that is not IEEE's",
-    ),
-    "narrow offsets": (
-        "at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)",
-        "at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)",
-        "offsets of 32 bits",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_found(name):
-    old, new, complaint = MUTANTS[name]
-    mutant = RUNNER.mutant((old, new))
-    kernels = RUNNER.compiled("sm_90", some(mutant), mutant)
-    assert any(complaint in complaints(kernel) for kernel in kernels)
