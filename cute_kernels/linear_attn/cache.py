@@ -7,6 +7,7 @@ state before it: a row has the bytes that it has in one pass, whatever pieces it
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from ..arch import TRITON
 from ..errors import ArgumentValueError, DtypeError, expected
 from ..runtime import checking, dispatch
-from . import checks, op_delta, op_ssd
+from . import checks, op_delta, op_selective, op_ssd
 from .config import DELTA_CHUNK, SSD_CHUNK
 from .tensors import DeltaRecord, DeltaRule, Sequences
 
@@ -224,7 +225,9 @@ class LayerCache:
         new.drafts = drafts
         new.state, new.grid, new.length, new.conv_length, spare = (t[slots] for t in self._each())
         new.spare = spare * 0
-        new._kept = [ring.select(slots, self._ring_rows(drafts), new.length) for ring in self._kept]
+        # Rows that could be dropped are still behind the state.
+        rows = max(self._ring_rows(drafts), self._kept[0].rows)
+        new._kept = [ring.select(slots, rows, new.length) for ring in self._kept]
         new._conv = self._conv.select(slots, self.width - 1 + drafts, new.conv_length)
         return new
 
@@ -385,6 +388,49 @@ class StateSpaceCache(LayerCache):
         return self._extend((x, dt, B), (C, z), cu_seqlens, slots, scan)
 
 
+class SelectiveScanCache(StateSpaceCache):
+    """The record of a layer of Mamba: a channel is a head of P = 1, and each row ends a chunk."""
+
+    chunk = 1
+
+    @torch.no_grad()
+    def selective_scan(
+        self,
+        u: torch.Tensor,
+        delta: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+        **options: object,
+    ) -> torch.Tensor:
+        """The next rows of `selective_scan`, whose arguments these are.
+
+        As `DeltaRuleCache.gated_delta_rule`.  ``options``: D, z, delta_bias, delta_softplus, as in
+        each call.
+        """
+        D, z, delta_bias = (options.pop(name, None) for name in ("D", "z", "delta_bias"))
+        steps = checks.step_options(
+            options.pop("delta_softplus", False), (-math.inf, math.inf), "delta_softplus"
+        )
+        if options:
+            checking.no_other_arguments("selective_scan", options)
+
+        def scan(operands, state, offsets):
+            u, delta, B, C, z = (None if t is None else t.movedim(1, -1) for t in operands)
+            out, state, *_ = op_selective.selective_scan(
+                u[:, :, 0], delta, A, B, C, D, z, delta_bias, state[:, :, 0], offsets, None, None,
+                None, *steps, True, self.drafts,
+            )  # fmt: skip
+            return out.mT, state[:, :, None]
+
+        B, C = (t[:, None] if t.dim() == 3 else t for t in (B, C))
+        u, delta, B, C, z = (None if t is None else t.movedim(-1, 1) for t in (u, delta, B, C, z))
+        return self._extend((u[..., None], delta, B), (C, z), cu_seqlens, slots, scan).mT
+
+
 class LinearAttentionCache:
     """What layers of the gated delta rule, or of Mamba-2, keep of their sequences between calls.
 
@@ -405,14 +451,15 @@ class LinearAttentionCache:
         device: Of the record; as `torch.zeros`.
 
     Layers have ``causal_conv1d`` and ``gated_delta_rule``; those of `of_mamba2`
-    ``mamba_chunk_scan_combined``.
+    ``mamba_chunk_scan_combined``, and those of `of_mamba` ``selective_scan``: a channel is a head
+    of P = 1, and its state is behind the last row that cannot be dropped.
 
     Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of (H K + HV V) elements
     and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.  Of Mamba-2 4 H P N
     bytes; 128 + 2 drafts rows of (G N + H P) elements and 4 H bytes.
 
-    Guarantees: as `chunk_gated_delta_rule`, `mamba_chunk_scan_combined` and `causal_conv1d_fn`,
-    whose bytes the rows have.
+    Guarantees: as `chunk_gated_delta_rule`, `mamba_chunk_scan_combined`, `selective_scan` and
+    `causal_conv1d_fn`, whose bytes the rows have.
 
     Raises:
         ArgumentValueError: a size is below its least value, or too many rows are dropped.
@@ -458,6 +505,11 @@ class LinearAttentionCache:
     def of_mamba2(*args: int, **options: object) -> LinearAttentionCache:
         """Make a cache of layers of Mamba-2, by the same arguments."""
         return _Mamba2Cache(*args, **options)
+
+    @staticmethod
+    def of_mamba(*args: int, **options: object) -> LinearAttentionCache:
+        """Make a cache of layers of Mamba: heads (G, D) and sizes (N, 1), as of Mamba-2."""
+        return _MambaCache(*args, **options)
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -519,3 +571,9 @@ class _Mamba2Cache(LinearAttentionCache):
     """What `LinearAttentionCache.of_mamba2` makes."""
 
     _record = StateSpaceCache
+
+
+class _MambaCache(LinearAttentionCache):
+    """What `LinearAttentionCache.of_mamba` makes."""
+
+    _record = SelectiveScanCache

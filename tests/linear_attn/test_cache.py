@@ -19,9 +19,9 @@ HEADS, CHANNELS = (1, 2), 48
 #: K and V, or N and P, of a device.
 SIZES = {"cpu": (8, 16), "cuda": (128, 64)}
 LENGTH = 195
-DELTA, MAMBA2 = "gated_delta_rule", "mamba2"
-#: Rows of a chunk.
-CHUNKS = {DELTA: 64, MAMBA2: 128}
+DELTA, MAMBA2, MAMBA = "gated_delta_rule", "mamba2", "mamba"
+#: Rows of a chunk; Mamba has none.
+CHUNKS = {DELTA: 64, MAMBA2: 128, MAMBA: 64}
 #: Operands of a scan that are no rows.
 OF_HEADS = -torch.tensor([0.4, 1.5]), drawn(2, seed=92), drawn(2, seed=93, dtype=FP32)
 STEPS = {"dt_softplus": True, "dt_limit": (0.02, 2.0)}
@@ -35,6 +35,11 @@ def applied(rule: str, of: object, rows: list[torch.Tensor], **options: object) 
         return out[0] if whole else out
     x, dt, B, C, z = rows
     A, D, bias = (t.to(x.device) for t in OF_HEADS)
+    if rule == MAMBA:
+        x, dt, B, C, z = (t.movedim(1, -1) for t in rows)
+        A = A[:, None] * torch.arange(1, 9, device=x.device) / 8
+        options |= {"D": D, "z": z, "delta_bias": bias, "delta_softplus": True}
+        return of.selective_scan(x, dt, A, B, C, **options).mT
     options |= {"D": D, "z": z, "dt_bias": bias, **STEPS}
     return of.mamba_chunk_scan_combined(x, dt, A, B, C, **options)
 
@@ -54,9 +59,9 @@ class Sequence:
             )
             self.rows = q, k, v, g * 0.1, beta
         else:
-            o = ssd_cases.operands(
-                ssd_cases.Case((length,), heads=HEADS, sizes=sizes()[::-1], initial=False), seed
-            )
+            of_mamba = {"sizes": (1, 8), "selective": True} if rule == MAMBA else {}
+            options = {"heads": HEADS, "sizes": sizes()[::-1], "initial": False} | of_mamba
+            o = ssd_cases.operands(ssd_cases.Case((length,), **options), seed)
             self.rows = o.x, o.dt, o.B, o.C, o.z
         self.x = drawn(length, CHANNELS, seed=seed + 7, dtype=BF16)
         self.out = applied(rule, ck, [t[None] for t in self.rows])[0]
@@ -71,8 +76,10 @@ def taps() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def new_cache(rule: str, slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
-    make = ck.LinearAttentionCache if rule == DELTA else ck.LinearAttentionCache.of_mamba2
-    return make(2, slots, heads=HEADS, sizes=sizes(), conv=(CHANNELS, 4), drafts=drafts, dtype=BF16)
+    cls = ck.LinearAttentionCache
+    make = {DELTA: cls, MAMBA2: cls.of_mamba2, MAMBA: cls.of_mamba}[rule]
+    of_rule = {"heads": HEADS, "sizes": (8, 1) if rule == MAMBA else sizes()}
+    return make(2, slots, **of_rule, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16)
 
 
 def step(
@@ -168,6 +175,16 @@ def selections(rule: str) -> None:
     check(a, step(rule, cache, [a.part(110, 150)])[0], 110, 150)
 
 
+def fewer_drafts(rule: str) -> None:
+    """Rows that could be dropped are kept behind the state when none can be any more."""
+    sequence, length = Sequence(rule, 0), CHUNKS[rule] + 6
+    cache = new_cache(rule, 1, drafts=9)
+    step(rule, cache, [sequence.part(0, length)])
+    cache = cache.select(torch.tensor([0]), drafts=0)
+    for first in (length, length + 5):
+        check(sequence, step(rule, cache, [sequence.part(first, first + 5)])[0], first, first + 5)
+
+
 def neighbours(rule: str) -> None:
     """NaN in a neighbour's rows, in free slots and behind the pack reaches nothing."""
     sequence = Sequence(rule, 0)
@@ -192,6 +209,7 @@ CHECKS = {
     "drafts": drafts,
     "copies": copies,
     "selections": selections,
+    "fewer drafts": fewer_drafts,
     "neighbours": neighbours,
 }
 
@@ -227,16 +245,21 @@ MUTANTS = {
                    "position = length[:1, None] + 0 * length[:, None] + back"),
     "steps_without_limits": ("pieces", "offsets, None, None, None, *steps",
                              "offsets, None, None, None, True, 0.0, 1e9"),
-    "state_of_all_rows": ("pieces", "self.drafts,\n            )  # fmt",
-                          "-1,\n            )  # fmt"),
+    "state_of_all_rows": ("pieces", "True,\n                self.drafts,\n",
+                          "True,\n                -1,\n"),
+    "state_of_all_channels": ("drafts", "True, self.drafts,\n", "True, -1,\n"),
+    "short_rings": ("fewer drafts", "max(self._ring_rows(drafts), self._kept[0].rows)",
+                    "self._ring_rows(drafts)"),
     "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
     "states_stay": ("copies", "[self.state, self.grid, self.length",
                     "[self.grid, self.length"),
 }  # fmt: skip
 
 
-#: Those of a record of Mamba-2.
-_OF_MAMBA2 = {"steps_without_limits", "state_of_all_rows"}
+#: Those of other records than the delta rule's.
+_OF_OTHERS = {
+    "steps_without_limits": MAMBA2, "state_of_all_rows": MAMBA2, "state_of_all_channels": MAMBA,
+}  # fmt: skip
 
 
 @pytest.mark.mutants
@@ -246,8 +269,8 @@ def test_killed(name, monkeypatch):
     assert ck.LinearAttentionCache is module.LinearAttentionCache  # what comes back
     with planted(module, (old, new)):
         monkeypatch.setattr(ck, "LinearAttentionCache", module.LinearAttentionCache)
-        with pytest.raises(AssertionError):
-            CHECKS[check](MAMBA2 if name in _OF_MAMBA2 else DELTA)
+        with pytest.raises((AssertionError, ArgumentValueError)):
+            CHECKS[check](_OF_OTHERS.get(name, DELTA))
 
 
 def test_too_many_rows_are_not_dropped():
