@@ -192,6 +192,7 @@ _BY_AUTHORS = {
     "mlp": "the activation and its product in one launch",
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
+    mixers.LAYER: "packs told to a mixer",
     mixers.BASE_MODEL: "packs told to layers with a state",
     mixers.STATEFUL: "a cache that drops tokens, for assisted generation",
 }
@@ -221,6 +222,7 @@ FORWARDS: dict[str, Forward] = {
     **{kind: Forward(by, of=partial(forward_of, kind)) for kind, by in _BY_AUTHORS.items()},
     mixers.DELTA_NET: Forward("ck.chunk_gated_delta_rule", mixers.gated_delta_net),
     mixers.MAMBA2: Forward("ck.mamba_chunk_scan_combined", mixers.mamba2_mixer),
+    mixers.MAMBA: Forward("ck.selective_scan", mixers.mamba_mixer),
     mixers.CONVOLUTION: Forward("ck.causal_conv1d_fn", mixers.causal_conv1d),
     "gated_rms_norm": Forward("ck.gated_rms_norm", mixers.gated_rms_norm),
     "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts_forward),

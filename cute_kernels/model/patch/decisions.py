@@ -189,8 +189,10 @@ def _convolutions(
 CONDITIONS: dict[str, Callable[[Part, _Facts], bool]] = {
     "positions": lambda part, facts: facts.options.main_grad and facts.options.embedding,
     "base_model": lambda part, facts: True,
-    mixers.BASE_MODEL: lambda part, facts: facts.mix(part),
-    mixers.STATEFUL: lambda part, facts: facts.mix(part),
+    **{
+        kind: lambda part, facts: facts.mix(part)
+        for kind in (mixers.LAYER, mixers.BASE_MODEL, mixers.STATEFUL)
+    },
     "attention": lambda part, facts: facts.options.attention,
     "residual": lambda part, facts: facts.child(part, authors.NORM) == "rms_norm",
     "mlp": lambda part, facts: facts.child(part, authors.ACTIVATION) in GATES,

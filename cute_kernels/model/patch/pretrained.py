@@ -66,8 +66,7 @@ _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "L
 #: Types that are not covered where a layer is of a kind in `_NOT_COVERED_LAYERS`, or where their
 #: config does not say what kinds its layers are.
 NOT_COVERED = frozenset({
-    "mamba", "falcon_mamba", "jamba", "zamba",
-    "recurrent_gemma", "rwkv", "minimax", "kimi_linear", "xlstm",
+    "zamba", "recurrent_gemma", "rwkv", "minimax", "kimi_linear", "xlstm",
 })  # fmt: skip
 _NOT_COVERED_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "hybrid", "recurrent"})
 

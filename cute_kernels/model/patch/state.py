@@ -57,6 +57,12 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
     return getattr(parameter, "main_grad", None)
 
 
+def sums_of(module: torch.nn.Module) -> dict[str, object]:
+    """Options of ck.linear for a module with a weight: order and main_grad."""
+    into = main_grad_of(module, module.weight)
+    return {"order": module._cute_kernels.order, "main_grad": into}
+
+
 def parameter_of(module: torch.nn.Module, name: str | None) -> torch.Tensor | None:
     """Parameter of a norm; None: the norm has none of this role."""
     return None if name is None else getattr(module, name)

@@ -439,7 +439,7 @@ _HEADER = """# Which causal LMs are complete
 | Qwen2.5-VL and others with images | the text, with [`skip=`](model.md) | refused | refused |
 | Qwen3-Next, Qwen 3.5 and its MoE (text), OLMo Hybrid | yes | refused | refused |
 | Nemotron-H, Granite 4 hybrid, Falcon-H1, Bamba, Mamba 2, Zamba2 | yes | refused | refused |
-| Jamba | refused | refused | refused |
+| Jamba, Mamba, Falcon-Mamba | yes | refused | refused |
 | FP8, INT8, INT4 weights | left, so `strict=True` refuses | refused | refused |
 
 Below: every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the

@@ -101,7 +101,12 @@ _ZAMBA2 = {
 _MAMBA2 = {
     "num_heads": 16, "head_dim": 16, "n_groups": 2, "state_size": 16, "time_step_limit": (0.5, 2.0)
 }  # fmt: skip
-#: Hybrids of attention and the gated delta rule, or Mamba-2; OLMo's beta goes up to 2.
+_MAMBA = {"state_size": 16, "time_step_rank": 8, "intermediate_size": 256}
+_JAMBA = {
+    "mamba_d_state": 16, "mamba_dt_rank": 8, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+#: Hybrids of attention and the gated delta rule, Mamba-2 or Mamba; OLMo's beta goes up to 2.
 HYBRIDS = {
     "qwen3_next": ("Qwen3NextConfig", {**_MIXERS, **_SHARED, "mlp_only_layers": [0]}),
     "qwen3_5": ("Qwen3_5TextConfig", _MIXERS),
@@ -117,6 +122,9 @@ HYBRIDS = {
     ),
     "zamba2": ("Zamba2Config", _ZAMBA2),
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
+    "jamba": ("JambaConfig", _JAMBA),
+    "falcon_mamba": ("FalconMambaConfig", _MAMBA),
+    "mamba": ("MambaConfig", _MAMBA),
 }
 
 
@@ -148,6 +156,18 @@ def ids(batch: int = 3, length: int = 40, seed: int = 1) -> torch.Tensor:
 @torch.no_grad()
 def logits(net: torch.nn.Module, tokens: torch.Tensor, **inputs: object) -> torch.Tensor:
     return net(tokens, use_cache=False, **inputs).logits
+
+
+NEW = 8
+
+
+def generated(net: torch.nn.Module, prompts: torch.Tensor, **options: object):
+    """Ids and the logits [B, NEW, vocabulary] that they were chosen by."""
+    net.generation_config.eos_token_id = None
+    # Its masks are made of ids: padding is none that can be generated.
+    options |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": VOCABULARY}
+    out = net.generate(prompts, output_logits=True, return_dict_in_generate=True, **options)
+    return out.sequences, torch.stack(out.logits, 1)
 
 
 # ---- a step behind a part ------------------------------------------------------------------------

@@ -317,11 +317,11 @@ def test_a_known_hybrid_is_refused_before_it_is_observed(monkeypatch):
     """Hundreds of layers on meta would take minutes."""
     monkeypatch.setattr(decisions, "decide", lambda *_: pytest.fail("planned"))
     with torch.device("meta"):
-        net = transformers.JambaForCausalLM(all_causal_lms.config_of("jamba"))
+        net = transformers.ZambaForCausalLM(all_causal_lms.config_of("zamba"))
     with pytest.raises(PatchError) as caught:
         ck.patch(net, strict=True)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 3 and "jamba: state space" in lines[1]
+    assert len(lines) == 3 and "zamba: state space" in lines[1]
     assert "docs/model_families.md" in lines[2]
 
 

@@ -470,6 +470,8 @@ def forward_of(kind: str, cls: type) -> Callable:
         return _BY_FORMULA[kind](cls) if _kind_by_formula(cls) == kind else author
     if kind == mixers.STATEFUL:
         return author
+    if kind == mixers.LAYER:
+        return mixers.telling(_inside_checkpointing(author))
     names = list(inspect.signature(author).parameters)[1:]
     changed = _ARGUMENTS[kind]
 

@@ -30,6 +30,7 @@ from ..state import (
     main_grad_of,
     parameter_of,
     restore_frequencies,
+    sums_of,
     unchanged,
 )
 from .modes import by_ours
@@ -78,15 +79,9 @@ def _by_author(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
 # ---- products -----------------------------------------------------------------------------------
 
 
-def _sums(module: torch.nn.Module) -> dict[str, object]:
-    """Options of ck.linear: order and main_grad."""
-    into = main_grad_of(module, module.weight)
-    return {"order": module._cute_kernels.order, "main_grad": into}
-
-
 def linear(self, input: torch.Tensor) -> torch.Tensor:
     """y = x Wᵀ + b."""
-    return gemm.linear(input, self.weight, self.bias, **_sums(self))
+    return gemm.linear(input, self.weight, self.bias, **sums_of(self))
 
 
 def head(
@@ -97,13 +92,13 @@ def head(
 ) -> torch.Tensor:
     """As `linear`; with a target, log softmax(x Wᵀ + b)[target] without the logits."""
     if target is None:
-        return gemm.linear(input, self.weight, self.bias, **_sums(self))
+        return gemm.linear(input, self.weight, self.bias, **sums_of(self))
     return head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
 
 
 def conv1d(self, x: torch.Tensor) -> torch.Tensor:
     """y = x W + b, W [K, N]: transformers' Conv1D."""
-    sums = _sums(self)
+    sums = sums_of(self)
     if sums["main_grad"] is not None:
         sums["main_grad"] = sums["main_grad"].mT
     return gemm.linear(x, self.weight.mT, self.bias, **sums)

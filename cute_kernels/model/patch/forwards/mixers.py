@@ -3,9 +3,11 @@
     projections ─> convolution, SiLU ─> rule ─> gated norm ─> projection
                    (the pack of the real tokens alone)
 
-The rule is the gated delta rule, or Mamba-2's scan.  A mixer is known by its class: how its
-projections lie is in no config.  Its projections, its convolution and its norm are modules that are
-called, so that adapters, hooks and FSDP see them.
+The rule is the gated delta rule, or the scan of Mamba-2 or of Mamba, which has its projections of
+steps, B and C behind the convolution and no norm.  A mixer is known by its class: how its
+projections lie is in no config.  Its projections, its convolution and its norms are modules that
+are called, so that adapters, hooks and FSDP see them; of Mamba's dt_proj the weight is read, as
+transformers does.
 """
 
 from __future__ import annotations
@@ -19,19 +21,30 @@ import torch
 from torch import nn
 
 from ....errors import ArgumentValueError, expected
+from ....gemm import api as gemm
 from ....integrations import packs
 from ....integrations import transformers as integration
 from ....linear_attn import api as linear_attn
 from ....linear_attn import op_gate
 from ....linear_attn.cache import LinearAttentionCache
-from ....linear_attn.config import CONV_WIDTHS, DELTA_SIZES, L2NORM_EPS, SSD_GPU_SIZES
+from ....linear_attn.config import (
+    CONV_WIDTHS,
+    DELTA_SIZES,
+    L2NORM_EPS,
+    SELECTIVE_GPU_STATES,
+    SELECTIVE_STATES,
+    SSD_GPU_SIZES,
+)
 from ....rowwise import api as rowwise
-from ..state import eps_of, main_grad_of, parameter_of, unchanged, user_class
+from ..state import eps_of, kind_of, main_grad_of, parameter_of, sums_of, unchanged, user_class
 
-#: Names of the forwards of the two mixers, their convolution, the base model, and the model around.
-DELTA_NET, MAMBA2, CONVOLUTION = "gated_delta_net", "mamba2_mixer", "causal_conv1d"
-KINDS = frozenset({DELTA_NET, MAMBA2})
-BASE_MODEL, STATEFUL = "hybrid_model", "hybrid"
+#: Names of the forwards of the three mixers and of their convolution; of a layer that is told of
+#: packs, the base model, and the model around.
+DELTA_NET, MAMBA2, MAMBA, CONVOLUTION = (
+    "gated_delta_net", "mamba2_mixer", "mamba_mixer", "causal_conv1d",
+)  # fmt: skip
+KINDS = frozenset({DELTA_NET, MAMBA2, MAMBA})
+LAYER, BASE_MODEL, STATEFUL = "hybrid_layer", "hybrid_model", "hybrid"
 #: What a model says of itself to `generate`: whether its cache cannot drop tokens.
 STATEFUL_FLAG = "_is_stateful"
 
@@ -108,11 +121,16 @@ _MIXERS: Mapping[tuple[str, str], Mixer] = {
     ("falcon_h1", "FalconH1Mixer"): Mixer(),
     ("bamba", "BambaMixer"): Mixer(),
     ("zamba2", "Zamba2MambaMixer"): Mixer(),
+    ("jamba", "JambaMambaMixer"): Mixer(MAMBA),
+    ("falcon_mamba", "FalconMambaMixer"): Mixer(MAMBA),
+    ("mamba", "MambaMixer"): Mixer(MAMBA),
 }
 MIXERS: Mapping[tuple[str, str], Mixer] = {
     (f"transformers.models.{folder}.modeling_{folder}", name): mixer
     for (folder, name), mixer in _MIXERS.items()
 }
+#: Class of a layer that gives its mixer no keywords -> the mixer's name in it.
+_SILENT = {("transformers.models.jamba.modeling_jamba", "JambaMambaDecoderLayer"): "mamba"}
 #: Keywords of transformers that say where sequences are; with others a call is refused.
 _KEYWORDS = (packs.OFFSETS, packs.NUMBERS, "cu_seq_lens_k", "max_length_k", "is_causal")
 #: One that Zamba2 gives its mixers, which have no positions.
@@ -120,7 +138,8 @@ _KEYWORDS += ("position_embeddings",)
 #: Kind -> parameters of a module whose gradients go to a main_grad in one order.  That of A_log is
 #: A times a sum of the scan's.
 MAIN_GRADS = {
-    DELTA_NET: ("A_log", "dt_bias"), MAMBA2: ("D", "dt_bias"), CONVOLUTION: ("weight", "bias")
+    DELTA_NET: ("A_log", "dt_bias"), MAMBA2: ("D", "dt_bias"), MAMBA: ("D",),
+    CONVOLUTION: ("weight", "bias"),
 }  # fmt: skip
 #: What the author's forward reads and ours does not: the activation of the convolution.
 READS = (("activation", "silu"),)
@@ -139,6 +158,10 @@ _ATTRIBUTES = {
         "num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim",
         "time_step_limit",
     ),
+    MAMBA: (
+        "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj", "activation", "A_log", "D",
+        "layer_idx", "ssm_state_size", "intermediate_size", "time_step_rank",
+    ),
 }  # fmt: skip
 
 
@@ -149,8 +172,11 @@ def why_not(module: nn.Module) -> str | None:
         return f"transformers' mixer of this version has no {', '.join(missing)}"
     if not _caches_record():
         return "transformers' caches of this version record no past of a mixer"
-    delta = kind == DELTA_NET
-    channels = module.key_dim * 2 + module.value_dim if delta else module.conv_dim
+    channels = {
+        DELTA_NET: lambda: module.key_dim * 2 + module.value_dim,
+        MAMBA2: lambda: module.conv_dim,
+        MAMBA: lambda: module.intermediate_size,
+    }[kind]()
     convolution = module.conv1d
     plain = type(convolution) is nn.Conv1d or user_class(convolution) is nn.Conv1d
     if not plain or convolution.groups != channels or convolution.in_channels != channels:
@@ -161,7 +187,8 @@ def why_not(module: nn.Module) -> str | None:
     for name, value in READS:
         if getattr(module, name) != value:
             return f"{name} = {getattr(module, name)!r}, not {value!r}"
-    return _why_not_sizes(module) if delta else _why_not_scan(module)
+    reasons = {DELTA_NET: _why_not_sizes, MAMBA2: _why_not_scan, MAMBA: _why_not_selective_scan}
+    return reasons[kind](module)
 
 
 def _why_not_sizes(
@@ -194,6 +221,18 @@ def _why_not_scan(module: nn.Module) -> str | None:
     return None
 
 
+def _why_not_selective_scan(module: nn.Module) -> str | None:
+    """Why Mamba's scan of ours cannot compute a mixer; None: it can."""
+    if not isinstance(module.dt_proj, nn.Linear):
+        return f"its dt_proj, whose weight it reads, is a {type(module.dt_proj).__name__}"
+    size, on_gpu = module.ssm_state_size, module.A_log.device.type == "cuda"
+    if size > SELECTIVE_STATES or (on_gpu and size not in SELECTIVE_GPU_STATES):
+        known = ", ".join(map(str, SELECTIVE_GPU_STATES))
+        takes = f"up to {SELECTIVE_STATES}, on GPUs {known}"
+        return f"ssm_state_size = {size}; ck.selective_scan takes {takes}"
+    return None
+
+
 def _caches_record() -> bool:
     """Whether transformers has the layers of caches that `linear_cache` takes the place of."""
     layer = getattr(sys.modules.get("transformers.cache_utils"), "LinearAttentionLayer", None)
@@ -206,6 +245,8 @@ def model_kind(module: nn.Module) -> str | None:
     """Name of our forward of a model around known mixers; None: it is none."""
     if not (mixing := mixers_in(module)):
         return None
+    if _silent_mixer(user_class(module)) is not None:
+        return LAYER
     layers = module._modules.get("layers")
     if isinstance(layers, nn.ModuleList):
         parts = {id(part) for layer in layers for part in layer.modules()}
@@ -218,7 +259,35 @@ def mixers_in(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if m is not module and mixer_of(user_class(m))]
 
 
+def _silent_mixer(cls: type) -> str | None:
+    """Name of the mixer to which a class of layers gives no keywords; None: it is no such class."""
+    return _SILENT.get((cls.__module__, cls.__name__))
+
+
 # ---- forwards -----------------------------------------------------------------------------------
+
+
+class _Told:
+    """A layer in whose author's forward the mixer is told of packs."""
+
+    def __init__(self, layer: nn.Module, told: dict[str, object]) -> None:
+        name = _silent_mixer(user_class(layer))
+        self._layer = layer
+        setattr(self, name, functools.partial(getattr(layer, name), **told))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._layer, name)
+
+
+def telling(author: Callable) -> Callable:
+    """Return the forward of a layer that hands packs on to its mixer."""
+
+    def forward(self, *args, **kwargs):
+        names = packs.OFFSETS, packs.NUMBERS
+        told = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        return author(_Told(self, told) if told else self, *args, **kwargs)
+
+    return forward
 
 
 def causal_conv1d(
@@ -351,6 +420,13 @@ def mamba2_mixer(
 _LINEAR = 32.0
 
 
+def _rates(A_log: torch.Tensor) -> torch.Tensor:
+    """A = -e^A_log, by the op that has it: decays of a step of 1."""
+    step = A_log.new_full((1, 1, A_log.numel()), _LINEAR)
+    decays = op_gate.decay_gate(step, A_log.flatten(), *[None] * 5)
+    return decays.view(A_log.shape) / _LINEAR
+
+
 def _scan(
     self: nn.Module,
     rows: Rows,
@@ -363,9 +439,7 @@ def _scan(
     x, B, C = mixed.split([self.intermediate_size, *2 * [self.n_groups * self.ssm_state_size]], -1)
     x = x.unflatten(-1, (self.num_heads, self.head_dim))
     B, C = (t.unflatten(-1, (self.n_groups, self.ssm_state_size)) for t in (B, C))
-    # A = -e^A_log, by the op that has it: one decay of a step of 1.
-    step = self.A_log.new_full((1, 1, self.num_heads), _LINEAR)
-    A = op_gate.decay_gate(step, self.A_log, *[None] * 5)[0, 0] / _LINEAR
+    A = _rates(self.A_log)
     options = {
         "D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True,
         "z": sequences.pack(gate[0]) if gate else None,
@@ -378,6 +452,52 @@ def _scan(
         into = {f"{name}_main_grad": main_grad_of(self, options[name]) for name in ("D", "dt_bias")}
         out = linear_attn.mamba_chunk_scan_combined(*operands, **options, **into)
     return sequences.unpack(out)
+
+
+def mamba_mixer(
+    self,
+    hidden_states: torch.Tensor,
+    cache_params: object | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> torch.Tensor:
+    """Mix the tokens of each sequence, as `gated_delta_net`: its arguments, its padding."""
+    sequences = _sequences_of(self, hidden_states, attention_mask, kwargs)
+    rows = self.in_proj(hidden_states).chunk(2, -1)
+    out = _mixed(self, _selective_scan, rows, cache_params, attention_mask, sequences)
+    return self.out_proj(out)
+
+
+def _selective_scan(
+    self: nn.Module,
+    rows: Rows,
+    sequences: packs.Sequences,
+    record: LinearAttentionCache | None = None,
+) -> torch.Tensor:
+    """Convolve, project steps, B and C, and scan: [B, T, D].  rows: what is convolved, and z."""
+    u = self.conv1d(rows[0], sequences, record)
+    parts = self.x_proj(u).split([self.time_step_rank, *2 * [self.ssm_state_size]], -1)
+    # Jamba and Falcon-Mamba have norms.
+    names = "dt_layernorm", "b_layernorm", "c_layernorm"
+    norms = (getattr(self, name, None) for name in names)
+    delta, B, C = (p if f is None else f(p) for f, p in zip(norms, parts, strict=True))
+    # The scan adds the bias of the steps.
+    if kind_of(self.dt_proj) is None:
+        delta = nn.functional.linear(delta, self.dt_proj.weight)
+    else:
+        delta = gemm.linear(delta, self.dt_proj.weight, None, **sums_of(self.dt_proj))
+    u, delta, B, C, z = (sequences.pack(t).mT for t in (u, delta, B, C, rows[1]))
+    options = {
+        "D": self.D, "z": z, "delta_bias": self.dt_proj.bias, "delta_softplus": True,
+        "cu_seqlens": sequences.offsets,
+    }  # fmt: skip
+    operands = u, delta, _rates(self.A_log), B, C
+    if record is not None:
+        out = record[0].selective_scan(*operands, **options)
+    else:
+        into = main_grad_of(self, self.D)
+        out = linear_attn.selective_scan(*operands, **options, D_main_grad=into)
+    return sequences.unpack(out.mT)
 
 
 def _mixed(
@@ -419,12 +539,16 @@ def _mixed_behind(
         return out
 
     def new_record(slots: int, drafts: int) -> LinearAttentionCache:
-        if mixer_of(user_class(self)).kind == DELTA_NET:
+        kind = mixer_of(user_class(self)).kind
+        if kind == DELTA_NET:
             make, heads = LinearAttentionCache, (self.num_k_heads, self.num_v_heads)
             sizes = self.head_k_dim, self.head_v_dim
-        else:
+        elif kind == MAMBA2:
             make, heads = LinearAttentionCache.of_mamba2, (self.n_groups, self.num_heads)
             sizes = self.ssm_state_size, self.head_dim
+        else:
+            make, heads = LinearAttentionCache.of_mamba, (1, self.intermediate_size)
+            sizes = self.ssm_state_size, 1
         return make(
             1, slots, heads=heads, sizes=sizes,
             conv=(rows[0].shape[2], self.conv1d.kernel_size[0]), drafts=drafts,
