@@ -125,8 +125,6 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta_backward,
         delta_step,
         gate,
-        kda,
-        kda_backward,
         selective,
         ssd,
         ssd_backward,
@@ -140,8 +138,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
     offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
-        linear = delta, delta_backward, delta_step, gate, kda, kda_backward, linear_attn
-        linear += selective, ssd, ssd_backward
+        linear = delta, delta_backward, delta_step, gate, linear_attn, selective, ssd, ssd_backward
         for module in (*linear, routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
@@ -165,9 +162,9 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta_backward.delta_rule_backward(v[0], None, *rule, saved, DeltaGradients(*[None] * 6))
         by_channel = rule[0]._replace(g=_meta(wide, MAX_HEADS, 128, dtype=torch.float32)), *rule[1:]
         saved = DeltaSaved(*op_delta._saved(v, v, by_channel[0].g[None], None, on_cpu=False))
-        kda.delta_rule(*by_channel, v[0], None, saved)
+        delta.delta_rule(*by_channel, v[0], None, saved)
         gradients = DeltaGradients(*[None] * 6)
-        kda_backward.delta_rule_backward(v[0], None, *by_channel, saved, gradients)
+        delta_backward.delta_rule_backward(v[0], None, *by_channel, saved, gradients)
         record = DeltaRecord((v,) * 5, decay, decay, 64, 0)
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]

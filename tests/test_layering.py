@@ -63,7 +63,7 @@ ROLES = {
     "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout "
     "paged.launch paged.cpu triton.paged triton.routing cpu_chunks cpu_delta "
     "cpu_gate cpu_ssd triton.gate cpu_gated_norm triton.gated_norm triton.delta "
-    "triton.delta_step triton.delta_backward triton.kda triton.kda_backward triton.ssd "
+    "triton.delta_step triton.delta_backward triton.ssd "
     "triton.ssd_backward triton.selective",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
     "policy_sweep paged.op op_delta op_gate op_scan op_ssd op_selective op_gated_norm",

@@ -268,11 +268,13 @@ class DeltaRuleCache(LayerCache):
     """The record of a layer of the gated delta rule: a state [HV, K, V], and k, v, g, beta."""
 
     chunk = DELTA_CHUNK
+    #: Whether gates are by channel: Kimi delta attention.
+    channels = False
 
     def __init__(self, slots: int, heads: tuple[int, int], sizes: tuple[int, int], **others):
         (k_heads, v_heads), (k, v), dtype = heads, sizes, others["dtype"]
-        gate = (v_heads,), torch.float32
-        rows = ((k_heads, k), dtype), ((v_heads, v), dtype), gate, gate
+        of_g = ((v_heads, k) if self.channels else (v_heads,)), torch.float32
+        rows = ((k_heads, k), dtype), ((v_heads, v), dtype), of_g, ((v_heads,), torch.float32)
         super().__init__(slots, (v_heads, k, v), rows, **others)
 
     @torch.no_grad()
@@ -288,7 +290,7 @@ class DeltaRuleCache(LayerCache):
         cu_seqlens: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The next rows of `chunk_gated_delta_rule`, whose arguments these are.
+        """The next rows of `chunk_gated_delta_rule` or `chunk_kda`, whose arguments these are.
 
         Several rows of a sequence at once are prefill or drafts; `LinearAttentionCache.rollback`
         drops the last ones again.  Nothing is read on the host but a pack's offsets on the CPU.
@@ -296,7 +298,7 @@ class DeltaRuleCache(LayerCache):
         Returns:
             o [B, T, HV, V], with the bytes of one pass over the whole sequence.
         """
-
+        checking.operand("g", g, "[B, T, HV, K]" if self.channels else "[B, T, HV]")
         if self._is_step(q, v):
             return self._step(DeltaRule(q, k, v, g, beta, None), scale, cu_seqlens, slots)
 
@@ -311,7 +313,7 @@ class DeltaRuleCache(LayerCache):
 
     def _is_step(self, q: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether new rows find room beside the old ones: one launch does it all, on a GPU."""
-        on_gpu = op_delta.backend(v.device, v.dtype) == TRITON
+        on_gpu = op_delta.backend(v.device, v.dtype) == TRITON and not self.channels
         return on_gpu and q.dtype == self._kept[0].data.dtype and v.shape[1] <= self.drafts + 1
 
     def _step(
@@ -340,6 +342,12 @@ class DeltaRuleCache(LayerCache):
             pieces = _pieces(v, cu_seqlens)
             self._appended(self._slots(pieces, slots), pieces.count)
         return out
+
+
+class KdaCache(DeltaRuleCache):
+    """The record of a layer of Kimi delta attention, whose g is [HV, K]."""
+
+    channels = True
 
 
 class StateSpaceCache(LayerCache):
@@ -450,13 +458,13 @@ class LinearAttentionCache:
         dtype: Of q, k, v, or x, B, C, and of the convolution's inputs.
         device: Of the record; as `torch.zeros`.
 
-    Layers have ``causal_conv1d`` and ``gated_delta_rule``; those of `of_mamba2`
-    ``mamba_chunk_scan_combined``, and those of `of_mamba` ``selective_scan``: a channel is a head
-    of P = 1, and its state is behind the last row that cannot be dropped.
+    Layers have ``causal_conv1d`` and ``gated_delta_rule``, whose g is by channel in `of_kda`;
+    those of `of_mamba2` ``mamba_chunk_scan_combined``, and those of `of_mamba` ``selective_scan``:
+    a channel is a head of P = 1, and its state is behind the last row that cannot be dropped.
 
     Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of (H K + HV V) elements
-    and 8 HV bytes; taps - 1 + drafts rows of the convolution's channels.  Of Mamba-2 4 H P N
-    bytes; 128 + 2 drafts rows of (G N + H P) elements and 4 H bytes.
+    and 8 HV bytes, 4 HV (K + 1) of `of_kda`; taps - 1 + drafts rows of the convolution's channels.
+    Of Mamba-2 4 H P N bytes; 128 + 2 drafts rows of (G N + H P) elements and 4 H bytes.
 
     Guarantees: as `chunk_gated_delta_rule`, `mamba_chunk_scan_combined`, `selective_scan` and
     `causal_conv1d_fn`, whose bytes the rows have.
@@ -510,6 +518,11 @@ class LinearAttentionCache:
     def of_mamba(*args: int, **options: object) -> LinearAttentionCache:
         """Make a cache of layers of Mamba: heads (G, D) and sizes (N, 1), as of Mamba-2."""
         return _MambaCache(*args, **options)
+
+    @staticmethod
+    def of_kda(*args: int, **options: object) -> LinearAttentionCache:
+        """Make a cache of layers of Kimi delta attention, by the same arguments."""
+        return _KdaCache(*args, **options)
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -577,3 +590,9 @@ class _MambaCache(LinearAttentionCache):
     """What `LinearAttentionCache.of_mamba` makes."""
 
     _record = SelectiveScanCache
+
+
+class _KdaCache(LinearAttentionCache):
+    """What `LinearAttentionCache.of_kda` makes."""
+
+    _record = KdaCache

@@ -29,12 +29,11 @@ _PUBLIC = {_ENTRY: "chunk_gated_delta_rule", _OF_CHANNELS: "chunk_kda"}
 
 for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")):
     _on_cpu = Implementation(f"{__package__}.cpu_delta:{_function}", dispatch.FLOATS)
-    for _entry, _module in ((_ENTRY, "delta"), (_OF_CHANNELS, "kda")):
-        _on_gpu = Implementation(
-            f"{__package__}.triton.{_module}{_end}:{_function}", frozenset({torch.bfloat16})
-        )
-        _backends = {TRITON: _on_gpu, CPU: _on_cpu}
-        dispatch.register(f"{_entry}{_end}", _backends, contract=_PUBLIC[_entry])
+    _on_gpu = Implementation(
+        f"{__package__}.triton.delta{_end}:{_function}", frozenset({torch.bfloat16})
+    )
+    for _entry, _contract in _PUBLIC.items():
+        dispatch.register(f"{_entry}{_end}", {TRITON: _on_gpu, CPU: _on_cpu}, contract=_contract)
 
 dispatch.register(
     "gated_delta_step",

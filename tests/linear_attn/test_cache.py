@@ -19,9 +19,9 @@ HEADS, CHANNELS = (1, 2), 48
 #: K and V, or N and P, of a device.
 SIZES = {"cpu": (8, 16), "cuda": (128, 64)}
 LENGTH = 195
-DELTA, MAMBA2, MAMBA = "gated_delta_rule", "mamba2", "mamba"
+DELTA, KDA, MAMBA2, MAMBA = "gated_delta_rule", "kda", "mamba2", "mamba"
 #: Rows of a chunk; Mamba has none.
-CHUNKS = {DELTA: 64, MAMBA2: 128, MAMBA: 64}
+CHUNKS = {DELTA: 64, KDA: 64, MAMBA2: 128, MAMBA: 64}
 #: Operands of a scan that are no rows.
 OF_HEADS = -torch.tensor([0.4, 1.5]), drawn(2, seed=92), drawn(2, seed=93, dtype=FP32)
 STEPS = {"dt_softplus": True, "dt_limit": (0.02, 2.0)}
@@ -29,10 +29,10 @@ STEPS = {"dt_softplus": True, "dt_limit": (0.02, 2.0)}
 
 def applied(rule: str, of: object, rows: list[torch.Tensor], **options: object) -> torch.Tensor:
     """What a rule, of a layer of a cache or whole, gives for rows [B, T, ...]."""
-    if rule == DELTA:
-        whole = not isinstance(of, module.LayerCache)
-        out = getattr(of, "chunk_gated_delta_rule" if whole else DELTA)(*rows, **options)
-        return out[0] if whole else out
+    if rule in (DELTA, KDA):
+        if isinstance(of, module.LayerCache):
+            return of.gated_delta_rule(*rows, **options)
+        return (ck.chunk_kda if rule == KDA else ck.chunk_gated_delta_rule)(*rows, **options)[0]
     x, dt, B, C, z = rows
     A, D, bias = (t.to(x.device) for t in OF_HEADS)
     if rule == MAMBA:
@@ -53,10 +53,9 @@ class Sequence:
 
     def __init__(self, rule: str, seed: int, length: int = LENGTH):
         self.rule = rule
-        if rule == DELTA:
-            q, k, v, g, beta, _ = operands(
-                Case((length,), heads=HEADS, sizes=sizes(), initial=False), seed
-            )
+        if rule in (DELTA, KDA):
+            case = Case((length,), heads=HEADS, sizes=sizes(), initial=False, channels=rule == KDA)
+            q, k, v, g, beta, _ = operands(case, seed)
             self.rows = q, k, v, g * 0.1, beta
         else:
             of_mamba = {"sizes": (1, 8), "selective": True} if rule == MAMBA else {}
@@ -77,7 +76,7 @@ def taps() -> tuple[torch.Tensor, torch.Tensor]:
 
 def new_cache(rule: str, slots: int, drafts: int = 0) -> ck.LinearAttentionCache:
     cls = ck.LinearAttentionCache
-    make = {DELTA: cls, MAMBA2: cls.of_mamba2, MAMBA: cls.of_mamba}[rule]
+    make = {DELTA: cls, KDA: cls.of_kda, MAMBA2: cls.of_mamba2, MAMBA: cls.of_mamba}[rule]
     of_rule = {"heads": HEADS, "sizes": (8, 1) if rule == MAMBA else sizes()}
     return make(2, slots, **of_rule, conv=(CHANNELS, 4), drafts=drafts, dtype=BF16)
 
@@ -297,6 +296,13 @@ def test_too_many_rows_are_not_dropped():
     call(64, 80)
     with refused:
         cache.rollback(5)
+
+
+def test_gates_of_another_rule_are_refused():
+    for rule, other in ((DELTA, KDA), (KDA, DELTA)):
+        rows, cache = [t[None] for t in Sequence(other, 0, 4).rows], new_cache(rule, 1)
+        with pytest.raises(ShapeError, match=r"g: expected \d dimensions"):
+            cache[0].gated_delta_rule(*rows)
 
 
 def test_what_a_cache_cannot_keep_is_refused():

@@ -41,7 +41,7 @@ DELTA = Runner(
         "chain_kernel": ("u_ptr", "states_ptr", "final_ptr"),
         "output_kernel": ("out_ptr", "u_ptr", "states_ptr"),
     },
-    files=("kernel", "kernel_delta", "delta"),
+    files=("kernel", "kernel_delta", "kernel_kda", "delta"),
 )
 KDA = Runner(
     package,
@@ -53,7 +53,7 @@ KDA = Runner(
         "chain_kernel": ("u_ptr", "states_ptr", "final_ptr"),
         "output_kernel": ("out_ptr", "u_ptr", "states_ptr"),
     },
-    files=("kernel", "kernel_delta", "kernel_kda", "delta", "kda"),
+    files=DELTA.files,
 )  # fmt: skip
 DELTA_BACKWARD = Runner(
     package,
@@ -65,22 +65,27 @@ DELTA_BACKWARD = Runner(
         "keys_gradient_kernel": ("dk_ptr", "of_z_ptr", "of_u_ptr", "of_states_ptr"),
         "gates_gradient_kernel": ("dg_ptr", "d_beta_ptr"),
     },
-    files=("kernel", "kernel_delta", "kernel_delta_backward", "delta", "delta_backward"),
+    files=(
+        "kernel",
+        "kernel_delta",
+        "kernel_delta_backward",
+        "kernel_kda",
+        "kernel_kda_backward",
+        "delta",
+        "delta_backward",
+    ),
 )
 KDA_BACKWARD = Runner(
     package,
     {
-        "decayed_rows_kernel": ("queries_ptr", "keys_ptr", "weighted_ptr"),
+        "channel_inner_kernel": ("queries_ptr", "keys_ptr", "weighted_ptr"),
         "local_gradient_kernel": ("du_ptr",),
         "chain_gradient_kernel": ("dr_ptr", "d_states_ptr", "d_initial_ptr"),
         "scores_gradient_kernel": ("d1_ptr", "d2_ptr", "dv_ptr", "of_beta_ptr"),
         "channels_gradient_kernel": ("dq_ptr", "dk_ptr", "d_decay_ptr", "of_z_ptr"),
         "channel_gates_gradient_kernel": ("dg_ptr", "d_beta_ptr"),
     },
-    files=(
-        "kernel", "kernel_delta", "kernel_delta_backward", "kernel_kda", "kernel_kda_backward",
-        "delta", "delta_backward", "kda_backward",
-    ),
+    files=DELTA_BACKWARD.files,
 )  # fmt: skip
 DELTA_STEP = Runner(
     package,

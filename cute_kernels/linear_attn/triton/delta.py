@@ -1,7 +1,8 @@
 """Launch the Triton kernels of the gated delta rule: operands in their layout, grids.
 
 Each function has the name and the result of one in cpu_delta.py, runs on the device of its first
-tensor and its current stream, and compiles at its first launch.
+tensor and its current stream, and compiles at its first launch.  With gates [N, HV, K] the rule is
+Kimi delta attention.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from types import ModuleType
 import torch
 
 from ...log import contiguous
-from ..config import DELTA_CHUNK
+from ..config import DELTA_CHUNK, DELTA_PART
 from ..tensors import DeltaRule, DeltaSaved, Last, Sequences
-from . import kernel_delta as kernels
+from . import kernel_kda as kernels
 from .plan import TRITON
 
 NAME = "chunk_gated_delta_rule"
+FUSION = {"enable_fp_fusion": TRITON.fp_fusion}
 
 
 def delta_rule(
@@ -31,50 +33,58 @@ def delta_rule(
 ) -> None:
     """Triton implementation of `cpu_delta.delta_rule`."""
     operands = loadable(operands)
-    _, k, v, g, beta, _ = operands
-    with torch.cuda.device(v.device):
-        kernels.inner_kernel[(sequences.slots(DELTA_CHUNK), v.shape[1])](
-            k, g, beta, sequences.offsets, saved.decay, saved.inner,
-            *sizes_of(sequences), *k.stride()[:2], **common_of(operands, interpret),
-            num_warps=TRITON.delta_warps,
-        )  # fmt: skip
-    results = out, last, saved
-    chain_and_outputs(kernels, operands, None, sequences, scale, results, interpret)
-
-
-def chain_and_outputs(
-    kernels: ModuleType,
-    operands: DeltaRule,
-    weighted: torch.Tensor | None,
-    sequences: Sequences,
-    scale: float,
-    results: tuple[torch.Tensor, Last | None, DeltaSaved],
-    interpret: bool,
-) -> None:
-    """Launch what follows the matrices inside of chunks.
-
-    weighted: None, or k with the decays by channel to a chunk's end; those from its beginning are
-        in q and k then, which are [N, HV, K].
-    """
-    q, k, v, _, beta, initial = operands
-    out, last, saved = results
-    heads, values = v.shape[1:]
-    common = {"V": values, "CHANNELS": weighted is not None, **common_of(operands, interpret)}
-    common["num_warps"] = TRITON.delta_warps
+    q, k, v, g, beta, initial = operands
+    (heads, values), size, weighted = v.shape[1:], k.shape[2], None
+    sizes, slots, offsets = sizes_of(sequences), sequences.slots(DELTA_CHUNK), sequences.offsets
     chain = min(values, TRITON.chain_columns)
     output = min(values, TRITON.output_columns)
-    with torch.cuda.device(v.device):
+    with torch.cuda.device(q.device):
+        if g.dim() == 3:
+            kernels.channel_decays_kernel[(slots, heads)](
+                g, saved.decay, offsets, *sizes, HV=heads, K=size, **FUSION,
+                num_warps=TRITON.sums_warps,
+            )  # fmt: skip
+            inside = saved.inner, saved.scores
+            rows = decayed_rows(kernels, operands, sequences, scale, saved.decay, inside, interpret)
+            (q, k, weighted), scale = rows, 1.0
+        else:
+            kernels.inner_kernel[(slots, heads)](
+                k, g, beta, offsets, saved.decay, saved.inner, *sizes, *k.stride()[:2],
+                **common_of(k, v, interpret), num_warps=TRITON.delta_warps,
+            )  # fmt: skip
+        common = {"V": values, "CHANNELS": weighted is not None, **common_of(k, v, interpret)}
+        common["num_warps"] = TRITON.delta_warps
         kernels.chain_kernel[(sequences.count, heads, values // chain)](
-            k, v, beta, saved.decay, weighted, saved.inner, initial, sequences.offsets, saved.u,
+            k, v, beta, saved.decay, weighted, saved.inner, initial, offsets, saved.u,
             saved.states, None if last is None else last.states, sequences.length,
             -1 if last is None else last.lag, *k.stride()[:2], *v.stride()[:2],
             COLUMNS=chain, num_stages=TRITON.chain_stages, **common,
         )  # fmt: skip
-        kernels.output_kernel[(sequences.slots(DELTA_CHUNK), heads, values // output)](
-            q, k, saved.u, saved.decay, saved.scores, saved.states, sequences.offsets, out,
-            *sizes_of(sequences), scale, *q.stride()[:2], *k.stride()[:2],
-            COLUMNS=output, **common,
+        kernels.output_kernel[(slots, heads, values // output)](
+            q, k, saved.u, saved.decay, saved.scores, saved.states, offsets, out,
+            *sizes, scale, *q.stride()[:2], *k.stride()[:2], COLUMNS=output, **common,
         )  # fmt: skip
+
+
+def decayed_rows(
+    kernels: ModuleType,
+    operands: DeltaRule,
+    sequences: Sequences,
+    scale: float,
+    decay: torch.Tensor,
+    inside: tuple[torch.Tensor | None, torch.Tensor | None],
+    interpret: bool,
+) -> list[torch.Tensor]:
+    """scale 2^G q, 2^G k and 2^(G_C - G) k, [N, HV, K]; writes A and P to ``inside``, if given."""
+    q, k, v, _, beta, _ = operands
+    rows = [torch.empty(decay.shape, dtype=q.dtype, device=q.device) for _ in "qkw"]
+    kernels.channel_inner_kernel[(sequences.slots(DELTA_CHUNK), v.shape[1])](
+        q, k, beta, decay, sequences.offsets, *inside, *rows,
+        *sizes_of(sequences), scale, *q.stride()[:2], *k.stride()[:2],
+        PART=min(k.shape[2], DELTA_PART), **common_of(k, v, interpret),
+        num_warps=TRITON.channel_warps,
+    )  # fmt: skip
+    return rows
 
 
 def sizes_of(sequences: Sequences) -> tuple[int, int, int]:
@@ -82,11 +92,10 @@ def sizes_of(sequences: Sequences) -> tuple[int, int, int]:
     return sequences.rows, sequences.length, sequences.count
 
 
-def common_of(operands: DeltaRule, interpret: bool) -> dict[str, int | bool]:
+def common_of(k: torch.Tensor, v: torch.Tensor, interpret: bool) -> dict[str, int | bool]:
     """Constants of the kernels that multiply, and the compiler's option."""
-    (heads, _), (k_heads, size) = operands.v.shape[1:], operands.k.shape[1:]
-    fusion = {"enable_fp_fusion": TRITON.fp_fusion}
-    return {"HV": heads, "GROUP": heads // k_heads, "K": size, "UPCAST": interpret, **fusion}
+    heads, (k_heads, size) = v.shape[1], k.shape[1:]
+    return {"HV": heads, "GROUP": heads // k_heads, "K": size, "UPCAST": interpret, **FUSION}
 
 
 def loadable(operands: DeltaRule) -> DeltaRule:

@@ -93,14 +93,13 @@ def _tensors(gate: Gate, sequences: Sequences) -> tuple:
     )
 
 
-def _sizes(gate: Gate, sequences: Sequences) -> tuple[int | float, ...]:
-    """(N, LENGTH, SEQUENCES, C, stride of rows of a, lower bound)."""
+def _sizes(gate: Gate, sequences: Sequences) -> tuple[int, ...]:
+    """(N, LENGTH, SEQUENCES, C, stride of rows of a)."""
     a = gate.a
     stride = a.stride(0) if a.stride(1) == 1 else a.shape[1]
-    bound = 0.0 if gate.lower_bound is None else gate.lower_bound
-    return a.shape[0], sequences.length, sequences.count, a.shape[1], stride, bound
+    return a.shape[0], sequences.length, sequences.count, a.shape[1], stride
 
 
-def _options(gate: Gate) -> dict[str, int | bool]:
+def _options(gate: Gate) -> dict[str, int | float | None]:
     each = gate.a.shape[1] // len(gate.A_log)
-    return {"EACH": each, "BOUNDED": gate.lower_bound is not None, **_OPTIONS}
+    return {"EACH": each, "BOUND": gate.lower_bound, **_OPTIONS}

@@ -92,18 +92,18 @@ def softplus(x):
 
 @triton.jit
 def _gate(
-    a_ptr, A_log_ptr, dt_bias_ptr, offset, channel, mask, lower_bound,
-    EACH: tl.constexpr, BOUNDED: tl.constexpr,
+    a_ptr, A_log_ptr, dt_bias_ptr, offset, channel, mask,
+    EACH: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """(g, dg/da, dg/dA_log) in fp32."""
     x = tl.load(a_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if dt_bias_ptr is not None:
         x = x + tl.load(dt_bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     rate = exp(tl.load(A_log_ptr + channel // EACH, mask=mask, other=0.0).to(tl.float32))
-    if BOUNDED:
+    if BOUND is not None:
         y = rate * x
-        slope = activation_slope(y, "sigmoid") * lower_bound * rate
-        return activation_value(y, "sigmoid") * lower_bound, slope, slope * x
+        slope = activation_slope(y, "sigmoid") * BOUND * rate
+        return activation_value(y, "sigmoid") * BOUND, slope, slope * x
     else:
         rate = -rate
         g = rate * softplus(x)
@@ -123,28 +123,26 @@ def _elements(offsets_ptr, N, C, SEQUENCES, ELEMENTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "SEQUENCES", "C", "a_row"])
 def decay_kernel(
-    a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, g_ptr, N, SEQUENCES, C, a_row, lower_bound,
-    EACH: tl.constexpr, BOUNDED: tl.constexpr, ELEMENTS: tl.constexpr,
+    a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, g_ptr, N, SEQUENCES, C, a_row,
+    EACH: tl.constexpr, BOUND: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """g; rows that belong to no sequence are 0."""
     index, row, channel, mask, inside = _elements(offsets_ptr, N, C, SEQUENCES, ELEMENTS)
     g, _slope, _of_A_log = _gate(
-        a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, lower_bound, EACH,
-        BOUNDED,
+        a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, EACH, BOUND
     )  # fmt: skip
     tl.store(g_ptr + index, tl.where(inside, g, 0.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "SEQUENCES", "C", "a_row"])
 def decay_gradient_kernel(
-    dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, da_ptr, N, SEQUENCES, C, a_row, lower_bound,
-    EACH: tl.constexpr, BOUNDED: tl.constexpr, ELEMENTS: tl.constexpr,
+    dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, da_ptr, N, SEQUENCES, C, a_row,
+    EACH: tl.constexpr, BOUND: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """da; rows that belong to no sequence are 0."""
     index, row, channel, mask, inside = _elements(offsets_ptr, N, C, SEQUENCES, ELEMENTS)
     _g, slope, _of_A_log = _gate(
-        a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, lower_bound, EACH,
-        BOUNDED,
+        a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, EACH, BOUND
     )  # fmt: skip
     dg = tl.load(dg_ptr + index, mask=mask, other=0.0)
     da = tl.where(inside, dg * slope, 0.0)
@@ -154,8 +152,8 @@ def decay_gradient_kernel(
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES", "C", "a_row"])
 def decay_sums_kernel(
     dg_ptr, a_ptr, A_log_ptr, dt_bias_ptr, offsets_ptr, of_A_log_ptr, of_bias_ptr,
-    N, LENGTH, SEQUENCES, C, a_row, lower_bound,
-    EACH: tl.constexpr, BOUNDED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    N, LENGTH, SEQUENCES, C, a_row,
+    EACH: tl.constexpr, BOUND: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """of_A_log [slots, C / EACH], of_bias [slots, C]: sums of a chunk; -0 where there is none.
 
@@ -172,8 +170,7 @@ def decay_sums_kernel(
     of_bias = of_A_log
     for row in range(start, tl.minimum(start + ROWS, end)):
         _g, slope, factor = _gate(
-            a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, lower_bound, EACH,
-            BOUNDED,
+            a_ptr, A_log_ptr, dt_bias_ptr, row * a_row + channel, channel, mask, EACH, BOUND
         )  # fmt: skip
         dg = tl.load(dg_ptr + row * C + channel, mask=mask, other=0.0)
         of_A_log = tl.fma(factor, dg, of_A_log)

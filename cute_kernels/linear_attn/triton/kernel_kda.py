@@ -31,6 +31,7 @@ from ...cpu import elementary
 from .kernel import sequence_rows
 from .kernel_delta import CHUNK, gates_at, inverse_of, product, rows_at, scaled
 from .kernel_delta import chain_kernel as chain_kernel
+from .kernel_delta import inner_kernel as inner_kernel
 from .kernel_delta import output_kernel as output_kernel
 
 #: Blocks of 32 rows, and their halves, down to rows.
@@ -103,7 +104,10 @@ def channel_inner_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A, P and the decayed rows of a chunk of a v head; 0 of rows that belong to no sequence."""
+    """The decayed rows of a chunk of a v head, and, if asked for, A and P.
+
+    A and P of rows that belong to no sequence are 0.
+    """
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
     head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
@@ -111,9 +115,10 @@ def channel_inner_kernel(
     inside = row < end
     square = (row[:, None] * HV + head) * CHUNK + i[None, :]
     if (sequence == SEQUENCES) | (start >= end):
-        nothing = tl.zeros([CHUNK, CHUNK], tl.bfloat16)
-        tl.store(inner_ptr + square, nothing, mask=inside[:, None])
-        tl.store(scores_ptr + square, nothing, mask=inside[:, None])
+        if inner_ptr is not None:
+            nothing = tl.zeros([CHUNK, CHUNK], tl.bfloat16)
+            tl.store(inner_ptr + square, nothing, mask=inside[:, None])
+            tl.store(scores_ptr + square, nothing, mask=inside[:, None])
         return
     last = tl.minimum(start + CHUNK, end) - 1
     beta = gates_at(beta_ptr, row, head, HV, inside)
@@ -124,34 +129,24 @@ def channel_inner_kernel(
         q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
         k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
         decay = channel_decays(decay_ptr, row, last, head, d, HV, K)
-        store_decayed(
-            queries_ptr, keys_ptr, weighted_ptr, q, k, decay, decay_ptr, row, last, head, d, scale,
-            inside, HV, K,
-        )  # fmt: skip
-        kk_part, qk_part = zero, product(q, tl.trans(k), zero, UPCAST)
-        for level in tl.range(LEVELS, num_stages=1):
-            factor, _second, pair = level_factors(
-                decay_ptr, decay, start, last, head, d, level, HV, K
-            )  # fmt: skip
-            columns = tl.trans(scaled(k, factor))
-            kk_part = tl.where(pair, product(scaled(k, factor), columns, zero, UPCAST), kk_part)
-            qk_part = tl.where(pair, product(scaled(q, factor), columns, zero, UPCAST), qk_part)
-        kk += kk_part
-        qk += qk_part
-    scores = tl.where(i[:, None] >= i[None, :], qk * scale, 0.0).to(tl.bfloat16)
-    tl.store(scores_ptr + square, scores, mask=inside[:, None])
-    tl.store(inner_ptr + square, inverse_of(beta[:, None] * kk, UPCAST), mask=inside[:, None])
-
-
-@triton.jit
-def store_decayed(
-    queries_ptr, keys_ptr, weighted_ptr, q, k, decay, decay_ptr, row, last, head, d, scale, inside,
-    HV: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Store columns d of scale 2^G q, 2^G k and 2^(G_C - G) k, [N, HV, K]."""
-    whole = tl.load(decay_ptr + ((last * HV + head) * K + d))[None, :]
-    grown = tl.exp2(decay)
-    offset = (row[:, None] * HV + head) * K + d[None, :]
-    tl.store(queries_ptr + offset, scaled(q, grown * scale), mask=inside[:, None])
-    tl.store(keys_ptr + offset, scaled(k, grown), mask=inside[:, None])
-    tl.store(weighted_ptr + offset, scaled(k, tl.exp2(whole - decay)), mask=inside[:, None])
+        whole = tl.load(decay_ptr + ((last * HV + head) * K + d))[None, :]
+        grown = tl.exp2(decay)
+        at = (row[:, None] * HV + head) * K + d[None, :]
+        tl.store(queries_ptr + at, scaled(q, grown * scale), mask=inside[:, None])
+        tl.store(keys_ptr + at, scaled(k, grown), mask=inside[:, None])
+        tl.store(weighted_ptr + at, scaled(k, tl.exp2(whole - decay)), mask=inside[:, None])
+        if inner_ptr is not None:
+            kk_part, qk_part = zero, product(q, tl.trans(k), zero, UPCAST)
+            for level in tl.range(LEVELS, num_stages=1):
+                factor, _second, pair = level_factors(
+                    decay_ptr, decay, start, last, head, d, level, HV, K
+                )  # fmt: skip
+                columns = tl.trans(scaled(k, factor))
+                kk_part = tl.where(pair, product(scaled(k, factor), columns, zero, UPCAST), kk_part)
+                qk_part = tl.where(pair, product(scaled(q, factor), columns, zero, UPCAST), qk_part)
+            kk += kk_part
+            qk += qk_part
+    if inner_ptr is not None:
+        scores = tl.where(i[:, None] >= i[None, :], qk * scale, 0.0).to(tl.bfloat16)
+        tl.store(scores_ptr + square, scores, mask=inside[:, None])
+        tl.store(inner_ptr + square, inverse_of(beta[:, None] * kk, UPCAST), mask=inside[:, None])

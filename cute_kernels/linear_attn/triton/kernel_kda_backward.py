@@ -3,7 +3,7 @@
 With P, A, S^ and u of the forward, decayed rows scale 2^G q, 2^G k and 2^(G_C - G) k, Z = β dR, and
 dS', the gradient of the state behind a chunk:
 
-    decayed_rows_kernel           the decayed rows again
+    channel_inner_kernel          of kernel_kda.py: the decayed rows again
     local_gradient_kernel, chain_gradient_kernel, scores_gradient_kernel
                                   of kernel_delta_backward.py, without other decays than G_C:
                                   dR, dS, D1 = scale dO uᵀ, j <= i, dL = -dR uᵀ, j < i, dv
@@ -31,42 +31,14 @@ from ...runtime.triton_sums import halves, pairs
 from .kernel import sequence_rows
 from .kernel_delta import CHUNK, gates_at, product, rows_at, scaled, square_at
 from .kernel_delta_backward import chain_gradient_kernel as chain_gradient_kernel
+from .kernel_delta_backward import gates_gradient_kernel as gates_gradient_kernel
+from .kernel_delta_backward import keys_gradient_kernel as keys_gradient_kernel
 from .kernel_delta_backward import local_gradient_kernel as local_gradient_kernel
 from .kernel_delta_backward import part_at, some_rows_of, store_part, sum_of_parts
+from .kernel_delta_backward import queries_gradient_kernel as queries_gradient_kernel
 from .kernel_delta_backward import scores_gradient_kernel as scores_gradient_kernel
-from .kernel_kda import LEVELS, channel_decays, level_factors, running_sums, store_decayed
-
-
-@triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
-def decayed_rows_kernel(
-    q_ptr, k_ptr, decay_ptr, offsets_ptr, queries_ptr, keys_ptr, weighted_ptr,
-    N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """scale 2^G q, 2^G k and 2^(G_C - G) k of a chunk of a v head."""
-    sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
-    if sequence == SEQUENCES or start >= end:
-        return
-    head = tl.program_id(1)
-    row = start + tl.arange(0, CHUNK)
-    inside = row < end
-    last = tl.minimum(start + CHUNK, end) - 1
-    for part in tl.range(K // PART, num_stages=1):
-        d = part * PART + tl.arange(0, PART)
-        q = rows_at(q_ptr, row, head // GROUP, d, q_row, q_head, inside)
-        k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
-        decay = channel_decays(decay_ptr, row, last, head, d, HV, K)
-        store_decayed(
-            queries_ptr, keys_ptr, weighted_ptr, q, k, decay, decay_ptr, row, last, head, d, scale,
-            inside, HV, K,
-        )  # fmt: skip
-
-
-@triton.jit
-def _of_states(s, ds, PART: tl.constexpr, V: tl.constexpr):
-    """<dS', S^> of each row of a state [PART, V]."""
-    return pairs(s.to(tl.float32) * ds.to(tl.float32), PART, V)
+from .kernel_kda import LEVELS, channel_decays, level_factors, running_sums
+from .kernel_kda import channel_inner_kernel as channel_inner_kernel
 
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
@@ -111,7 +83,8 @@ def channels_gradient_kernel(
             u = rows_at(u_ptr, row, head, columns, HV * V, V, inside)
             m = product(u, tl.trans(ds), zero, UPCAST) * tl.exp2(whole[None, :] - decay)
             at_last = tl.reshape(halves(k.to(tl.float32) * m, 1, CHUNK, PART), [PART])
-            at_last += _of_states(s, ds, PART, V) * tl.exp2(whole)
+            of_states = pairs(s.to(tl.float32) * ds.to(tl.float32), PART, V)
+            at_last += of_states * tl.exp2(whole)
             d1 = square_at(d1_ptr, row, head, HV, inside)
             d2 = square_at(d2_ptr, row, head, HV, inside)
             for level in tl.range(LEVELS, num_stages=1):
