@@ -102,16 +102,11 @@ def skinny_kernel(dtype, w_major, bias, tile, order):
 
 @contextlib.contextmanager
 def sm90_products(tile):
-    choices = {"choose": lambda *_: tile, "dense": lambda *_: tiles.Dense(256)}
-    with contextlib.ExitStack() as stack:
-        for name, value in {
-            "gemm_kernel": product_kernel,
-            "skinny_kernel": skinny_kernel,
-            "most_ctas": lambda device: 6,
-        }.items():
-            stack.enter_context(mock.patch.object(gemm_launch, name, value))
-        for name, value in choices.items():
-            stack.enter_context(mock.patch.object(tiles, name, value))
+    kernels = {"gemm_kernel": product_kernel, "skinny_kernel": skinny_kernel}
+    with (
+        mock.patch.multiple(gemm_launch, **kernels, most_ctas=lambda device: 6),
+        mock.patch.multiple(tiles, choose=lambda *_: tile, dense=lambda *_: tiles.Dense(256)),
+    ):
         yield gemm_launch.gemm
 
 
@@ -271,12 +266,12 @@ def test_linear_logp_takes_rows_and_a_dense_bias(layout):
     head = Head(placed(weight, layout), bias, 0, 24, 0.0, "chain")
     per_token = Rows(torch.zeros(8, dtype=torch.int64), torch.ones(8))
     upstream = Upstream(torch.zeros(8), torch.zeros(8), None, None)
-    with contextlib.ExitStack() as stack:
-        for name in ("_few", "_forward", "_gradient"):
-            stack.enter_context(mock.patch.object(logp_launch, name, kernel))
-        for name in ("most_ctas", "max_clusters"):
-            stack.enter_context(mock.patch.object(logp_launch, name, lambda device: 3))
-        stack.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
+    names = dict.fromkeys(("_few", "_forward", "_gradient"), kernel)
+    names |= dict.fromkeys(("most_ctas", "max_clusters"), lambda device: 3)
+    with (
+        mock.patch.multiple(logp_launch, **names),
+        mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
+    ):
         logp_launch.states(placed(hidden, layout), head, per_token, False)
         logp_launch.states(placed(hidden, layout), head, per_token, True)
         logp_launch.gradients(placed(hidden, layout), head, per_token, upstream)

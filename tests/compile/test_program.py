@@ -190,18 +190,14 @@ def kernels(report, monkeypatch, launches: list):
     def kernel(*args):
         launches.append(words(report, args))
 
-    with pretended(monkeypatch), contextlib.ExitStack() as stack:
-        for module, names in (
-            (gemm_launch, ("gemm_kernel", "skinny_kernel", "_column_sum_kernel")),
-            (norm_launch, ("_kernel",)),
-        ):
-            for name in names:
-                stack.enter_context(
-                    mock.patch.object(module, name, lambda *a: kernel, create=False)
-                )
-            for name in ("most_ctas", "max_clusters"):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, lambda *a: 8))
+    products = ("gemm_kernel", "skinny_kernel", "_column_sum_kernel")
+    names = dict.fromkeys(products, lambda *a: kernel)
+    names |= dict.fromkeys(("most_ctas", "max_clusters"), lambda *a: 8)
+    with (
+        pretended(monkeypatch),
+        mock.patch.multiple(gemm_launch, **names),
+        mock.patch.multiple(norm_launch, _kernel=lambda *a: kernel, most_ctas=lambda *a: 8),
+    ):
         yield kernel
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from unittest import mock
 
 import ptxsim
 from cute_kernels.gemm import config, launch, tiles
 from tests.kernel_store import simulated as simulated_kernel
+from tests.plans import patched
 
 #: The tile that tests of kernel_sm90 take, whatever the launcher would.
 WIDE = tiles.Dense(config.Config.tile_n)
@@ -47,18 +47,14 @@ def simulated(
     ``kernel``: in place of the one that is compiled for ``tile``.
     """
     skinny = isinstance(tile, tiles.Skinny)
-    patches = {
-        (launch, "gemm_kernel"): gemm_kernel if skinny or kernel is None else kernel,
-        (launch, "skinny_kernel"): kernel if skinny and kernel is not None else skinny_kernel,
-        (launch, "_column_sum_kernel"): column_sum_kernel,
-        (launch, "max_clusters"): lambda device: clusters,
-        (launch, "most_ctas"): lambda device: 2 * clusters,
+    launching = {
+        "gemm_kernel": gemm_kernel if skinny or kernel is None else kernel,
+        "skinny_kernel": kernel if skinny and kernel is not None else skinny_kernel,
+        "_column_sum_kernel": column_sum_kernel,
+        "max_clusters": lambda device: clusters,
+        "most_ctas": lambda device: 2 * clusters,
     }
-    if tile is not None:
-        choices = ("choose", "skinny") if skinny else ("choose", "dense")
-        patches |= {(tiles, name): lambda *product: tile for name in choices}
-    with contextlib.ExitStack() as stack:
-        for (module, name), value in patches.items():
-            stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(ptxsim.options(**options))
+    names = () if tile is None else ("choose", "skinny" if skinny else "dense")
+    choices = dict.fromkeys(names, lambda *product: tile)
+    with patched(launch, **launching), patched(tiles, **choices), ptxsim.options(**options):
         yield

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from unittest import mock
 
 import ptxsim
 from cute_kernels.logp import launch, tiles
 from tests import kernel_store
+from tests.plans import patched
 
 
 def _compiled(name: str) -> Callable:
@@ -30,20 +30,10 @@ def simulated(
     ``runs``: of the vocabulary; None: the launcher's choice.  ``wide``: whether few tokens too take
     the wide tiles.  Others: of the simulator.
     """
-    patches = {
-        (launch, "_few"): few,
-        (launch, "most_ctas"): lambda device: 2 * clusters,
-        (launch, "_forward"): forward,
-        (launch, "_gradient"): gradient,
-        (launch, "_finish"): finish,
-        (launch, "max_clusters"): lambda device: clusters,
-    }
-    if runs is not None:
-        patches[(tiles, "runs")] = lambda *sizes: runs
-    if wide:
-        patches[(tiles, "few")] = lambda *sizes: None
-    with contextlib.ExitStack() as stack:
-        for (module, name), value in patches.items():
-            stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(ptxsim.options(**options))
+    launching = {"_few": few, "_forward": forward, "_gradient": gradient, "_finish": finish}
+    launching["most_ctas"] = lambda device: 2 * clusters
+    launching["max_clusters"] = lambda device: clusters
+    choices = {"few": lambda *sizes: None} if wide else {}
+    choices |= {} if runs is None else {"runs": lambda *sizes: runs}
+    with patched(launch, **launching), patched(tiles, **choices), ptxsim.options(**options):
         yield

@@ -10,6 +10,7 @@ from cute_kernels.logp import cpu, launch
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
 from perf.model import idle_host
+from tests import plans
 from tests.contract import same_bytes
 
 VOCAB = 2100  # three blocks of a CPU
@@ -18,10 +19,9 @@ VOCAB = 2100  # three blocks of a CPU
 @pytest.fixture
 def planned(monkeypatch):
     """Entries that were planned; CPU tensors count as those of a GPU, and plans keep the head."""
-    entries, plan_of = [], dispatch.plan
+    plan_of = dispatch.plan
 
     def plan(entry, device, dtype, *operands):
-        entries.append(entry)
         if entry == "logp_gradients":
             head = operands[1]._replace(weight=None, bias=None)
 
@@ -32,11 +32,8 @@ def planned(monkeypatch):
             return Plan(run)
         return plan_of(entry, device, dtype, *operands)
 
-    plan_cache.clear()
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    monkeypatch.setattr(dispatch, "plan", plan)
-    yield entries
-    plan_cache.clear()
+    with plans.cached(monkeypatch, plan) as entries:
+        yield entries
 
 
 def step(seed: int, order: str = "chain", **options) -> list[torch.Tensor]:

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
@@ -14,6 +13,7 @@ from cute_kernels.logp import cpu, policy_op, policy_sweep
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import BF16, FP32, HALVES_AND_FP32, values
+from tests.watchers import Seen
 
 FACTORS = [1.0, -2.0, 0.3, 1e-6, float("inf")]
 
@@ -76,18 +76,6 @@ def test_the_last_backward_gives_its_memory_away():
         assert [t.grad.data_ptr() == p for t, p in zip(leaves, made, strict=True)] == [
             not keeps
         ] * 3
-
-
-class Seen(TorchDispatchMode):
-    """Names of the ops that reach a mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_mode_sees_the_products_of_the_last_backward():

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from unittest import mock
-
 import pytest
 
-from cute_kernels import arch
 from cute_kernels.logp import policy_sweep
-from cute_kernels.runtime import dispatch
-from cute_kernels.runtime.plan_cache import Plan
 from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
-from tests.logp import simulated as logp
+from tests.option_table import backends
 
 pytestmark = [pytest.mark.sim, pytest.mark.nightly, requires_core]
-
-
-@contextlib.contextmanager
-def sm90():
-    """Each launcher of a device of SM90, in the simulator."""
-    pytest.importorskip("triton")
-    from tests.logp.triton_engine import RUNNER as TRITON
-
-    gemm = importlib.import_module("tests.gemm.simulated")
-
-    def where(op):
-        return arch.CUTE_SM90 if arch.CUTE_SM90 in dispatch._TABLE[op] else arch.TRITON
-
-    def launcher(op, device, dtype):
-        return dispatch._function(dispatch._TABLE[op][where(op)].launcher)
-
-    def plan(op, device, dtype, *operands):
-        planner = dispatch._TABLE[op][where(op)].planner
-        if planner and where(op) == arch.CUTE_SM90:
-            return dispatch._function(planner)(*operands)
-        return Plan(launcher(op, device, dtype), fresh=False)
-
-    with (
-        mock.patch.object(dispatch, "launcher", launcher),
-        mock.patch.object(dispatch, "plan", plan),
-        mock.patch.object(dispatch, "backend", lambda *asked: arch.CUTE_SM90),
-        mock.patch.object(policy_sweep, "chained", lambda t: True),
-        TRITON.running("sm_90"),
-        gemm.simulated(tile=None),
-        logp.simulated(),
-    ):
-        yield
 
 
 CASES = {
@@ -67,7 +28,8 @@ def test_the_bytes_of_linear_logp(case, monkeypatch):
     x = cases.problem("grpo", "some", sizes=(2, 20, 32, 272))
     options = cases.options_of("grpo", **options)
     cases.budget(monkeypatch, tokens, x)
-    with sm90():
+    monkeypatch.setattr(policy_sweep, "chained", lambda t: True)
+    with backends.sm90("logp"):
         got = cases.fused("grpo", x, **options)
         want = cases.composed("grpo", x, **options)
     assert got.weight.any() and got.hidden.any()

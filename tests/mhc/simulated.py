@@ -6,12 +6,12 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from unittest import mock
 
 import ptxsim
 from cute_kernels.mhc import launch
 from cute_kernels.runtime import plan_cache
 from tests import kernel_store
+from tests.plans import patched
 
 #: What plans a launch and runs it, by the launcher's name.
 launchers = SimpleNamespace(
@@ -36,9 +36,6 @@ def simulated(ctas: int = 3, kernel=compiled, **options) -> Iterator[None]:
 
     ``ctas``: of a grid.  ``kernel``: from a configuration to a function.  Others: of the simulator.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(launch, "_kernel", kernel))
-        stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
-        stack.enter_context(mock.patch.object(launch, "_MOST", ctas))
-        stack.enter_context(ptxsim.options(**options))
+    launching = {"_kernel": kernel, "most_ctas": lambda device: ctas, "_MOST": ctas}
+    with patched(launch, **launching), ptxsim.options(**options):
         yield

@@ -14,6 +14,7 @@ from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from cute_kernels.runtime import dispatch, plan_cache
 from ptxsim.skips import requires_sim
+from tests import plans
 from tests.contract import same_bytes
 from tests.mhc.launcher_cases import BF16, FORMS, Given, Shape, given
 from tests.mhc.simulated import launchers, simulated
@@ -133,18 +134,13 @@ CALLS = [(mix, 3), (mix_backward, 5), (sinkhorn, 1)]
 @pytest.fixture
 def planned(monkeypatch):
     """Names of what was planned; CPU tensors count as those of an SM90 GPU."""
-    names = []
 
     def plan(name, device, dtype, *operands):
-        names.append(name)
         return getattr(launch, f"plan_{ops._LAUNCHERS[name]}")(*operands)
 
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
-    monkeypatch.setattr(dispatch, "plan", plan)
-    plan_cache.clear()
-    yield names
-    plan_cache.clear()
+    with plans.cached(monkeypatch, plan) as names:
+        yield names
 
 
 @pytest.mark.parametrize(("call", "launches"), CALLS)

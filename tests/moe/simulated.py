@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from unittest import mock
 
 import ptxsim
 from cute_kernels.moe import config, launch, tiles
 from tests import kernel_store
+from tests.plans import patched
 
 #: The launcher chooses between the kernels.
 CHOICE = "choice"
@@ -53,14 +53,10 @@ def simulated(
     those that the launcher gives it.
     kernels: mutants by name, in place of `builder`'s.
     """
-    with contextlib.ExitStack() as stack:
-        for name, kernel in (_KERNELS | dict(kernels or {})).items():
-            stack.enter_context(mock.patch.object(launch, f"{name}_kernel", kernel))
-        stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
-        if few != CHOICE:
-            stack.enter_context(mock.patch.object(tiles, "few", lambda *product: few))
-        if width is not None:
-            for name in ("width", "dw_width", "tree_width"):
-                stack.enter_context(mock.patch.object(tiles, name, lambda *product: width))
-        stack.enter_context(ptxsim.options(**options))
+    launching = {f"{name}_kernel": k for name, k in (_KERNELS | dict(kernels or {})).items()}
+    launching["most_ctas"] = lambda device: ctas
+    widths = () if width is None else ("width", "dw_width", "tree_width")
+    choices = dict.fromkeys(widths, lambda *product: width)
+    choices |= {} if few == CHOICE else {"few": lambda *product: few}
+    with patched(launch, **launching), patched(tiles, **choices), ptxsim.options(**options):
         yield

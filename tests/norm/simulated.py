@@ -6,11 +6,11 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
-from unittest import mock
 
 import ptxsim
 from cute_kernels.norm import launch
 from tests import kernel_store
+from tests.plans import patched
 
 
 def module_of(chosen) -> str:
@@ -35,8 +35,8 @@ def simulated(sms: int = 3, kernel=compiled, **options) -> Iterator[None]:
 
     ``sms``: of the card.  ``kernel``: from a configuration to a function.  Others: the simulator's.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(launch, "_kernel", kernel))
-        stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: sms))
-        stack.enter_context(ptxsim.options(**options))
+    with (
+        patched(launch, _kernel=kernel, most_ctas=lambda device: sms),
+        ptxsim.options(**options),
+    ):
         yield

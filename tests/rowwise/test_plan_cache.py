@@ -10,6 +10,7 @@ from cute_kernels.errors import DtypeError, ShapeError
 from cute_kernels.rowwise import cpu
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
+from tests import plans
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import counted
 
@@ -45,11 +46,8 @@ def way(monkeypatch):
 
         return Plan(launch, cacheable=call[0].is_contiguous())
 
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    monkeypatch.setattr(dispatch, "plan", plan)
-    plan_cache.clear()
-    yield way
-    plan_cache.clear()
+    with plans.cached(monkeypatch, plan):
+        yield way
 
 
 @pytest.mark.parametrize("name", CALLS)

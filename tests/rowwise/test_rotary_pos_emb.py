@@ -14,8 +14,8 @@ from cute_kernels.errors import (
     ShapeError,
 )
 from cute_kernels.rowwise import cpu, op
-from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
+from tests import plans
 from tests.anchors import planted
 from tests.contract import same_bytes
 
@@ -143,11 +143,8 @@ def launched(monkeypatch):
 
         return Plan(launch)
 
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    monkeypatch.setattr(dispatch, "plan", plan)
-    plan_cache.clear()
-    yield planned, runs
-    plan_cache.clear()
+    with plans.cached(monkeypatch, plan):
+        yield planned, runs
 
 
 def test_a_known_call_has_the_bytes_of_the_first(launched):

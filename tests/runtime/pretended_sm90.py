@@ -6,7 +6,6 @@ Their kernels run in the simulator (`simulated`), or do nothing (`idle`).
 from __future__ import annotations
 
 import contextlib
-from unittest import mock
 
 from cute_kernels import arch
 from cute_kernels.gemm import launch as gemm_launch
@@ -14,6 +13,7 @@ from cute_kernels.norm import launch as norm_launch
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
+from tests import plans
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.norm.simulated import simulated as simulated_norm
 from tests.sparse_attn.simulated import simulated as simulated_attention
@@ -35,17 +35,14 @@ def pretended(monkeypatch):
         f"{attention_op.VARLEN}_backward": attention_launch.plan_backward_varlen,
     }
 
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
     monkeypatch.setattr(
         dispatch, "launcher", lambda name, *where: plan_cache.launcher(planners[name])
     )
-    monkeypatch.setattr(
-        dispatch, "plan", lambda name, device, dtype, *operands: planners[name](*operands)
-    )
-    plan_cache.clear()
-    yield
-    plan_cache.clear()
+    with plans.cached(
+        monkeypatch, lambda name, device, dtype, *operands: planners[name](*operands)
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -62,13 +59,16 @@ def idle():
     def nothing(*args):
         pass
 
-    with contextlib.ExitStack() as stack:
-        for module, names in (
-            (gemm_launch, ("gemm_kernel", "skinny_kernel", "most_ctas", "max_clusters")),
-            (norm_launch, ("_kernel", "most_ctas")),
-            (attention_launch, ("kernel", "most_ctas")),
-        ):
-            for name in names:
-                value = (lambda *a: 8) if name[0] == "m" else (lambda *a: nothing)
-                stack.enter_context(mock.patch.object(module, name, value))
+    def kernel(*chosen):
+        return nothing
+
+    def most(device):
+        return 8
+
+    products = {"gemm_kernel": kernel, "skinny_kernel": kernel, "max_clusters": most}
+    with (
+        plans.patched(gemm_launch, **products, most_ctas=most),
+        plans.patched(norm_launch, _kernel=kernel, most_ctas=most),
+        plans.patched(attention_launch, kernel=kernel, most_ctas=most),
+    ):
         yield

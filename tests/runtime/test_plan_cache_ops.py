@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ import cute_kernels as ck
 from cute_kernels import errors
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import op as norm_op
-from cute_kernels.runtime import dispatch, plan_cache, torch_ops
+from cute_kernels.runtime import dispatch, torch_ops
 from cute_kernels.sparse_attn import api
+from tests import plans
 from tests.contract import same_bytes
 from tests.public_calls import CASES as PUBLIC_CALLS
 from tests.public_calls import leaves_of, results_of
@@ -87,13 +88,8 @@ def test_other_gradients_are_another_backward(monkeypatch, name):
 
     want = [gradients(some) for some in asked]
     plan = dispatch.plan
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    monkeypatch.setattr(
-        dispatch, "plan", lambda *args: dataclasses.replace(plan(*args), cacheable=True, fresh=True)
-    )
-    plan_cache.clear()
-    got = [gradients(some) for some in asked * 2]
-    plan_cache.clear()
+    with plans.cached(monkeypatch, lambda *args: replace(plan(*args), cacheable=True, fresh=True)):
+        got = [gradients(some) for some in asked * 2]
     for one, other in zip(got, want * 2, strict=True):
         assert [t is None for t in one] == [t is None for t in other]
         assert all(t is None or same_bytes(t, u) for t, u in zip(one, other, strict=True))
@@ -103,10 +99,8 @@ def test_other_gradients_are_another_backward(monkeypatch, name):
 def test_backends_without_planners_repeat_their_bytes(monkeypatch, name):
     """As on a Triton GPU; without varlen, which takes a pretended GPU for an SM90 one."""
     first = results_of(name, leaves_of(name))
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    plan_cache.clear()
-    later = [results_of(name, leaves_of(name)) for _ in range(3)]
-    plan_cache.clear()
+    with plans.cached(monkeypatch):
+        later = [results_of(name, leaves_of(name)) for _ in range(3)]
     for results in later:
         assert [type(t) for t in results] == [type(t) for t in first]
         assert all(map(same_bytes, results, first))

@@ -10,6 +10,7 @@ from cute_kernels.runtime import plan_cache, torch_ops
 from cute_kernels.runtime.caching import ByteCache
 from cute_kernels.runtime.plan_cache import Plan
 from tests.compile.toy import needs_linker
+from tests.plans import cached
 
 X = torch.ones(4)
 
@@ -42,12 +43,10 @@ class Lookups:
 
 @pytest.fixture(params=[pytest.param("C", marks=needs_linker), "Python"])
 def op(request, monkeypatch):
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
     if request.param == "Python":
         monkeypatch.setattr(extension, "calls", lambda: None)
-    plan_cache.clear()
-    yield Lookups()
-    plan_cache.clear()
+    with cached(monkeypatch):
+        yield Lookups()
 
 
 def test_lists_are_known_by_identity(op):
@@ -130,11 +129,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(monkeypatch, name):
     part, test = MUTANTS[name]
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
     monkeypatch.setattr(extension, "calls", lambda: None)
-    plan_cache.clear()
-    monkeypatch.setattr(*part)
-    with pytest.raises(AssertionError):
-        test(Lookups(), monkeypatch)
-    monkeypatch.undo()
-    plan_cache.clear()
+    with cached(monkeypatch), monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(*part)
+        test(Lookups(), patch)

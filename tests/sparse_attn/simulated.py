@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -22,6 +21,7 @@ from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
 from tests import kernel_store
 from tests.contract import same_bytes
+from tests.plans import patched
 
 
 def widths(*often: int) -> list:
@@ -96,12 +96,12 @@ def simulated(
         "most_ctas": lambda device: ctas,
         "allocator": allocator,
     }
-    with contextlib.ExitStack() as stack:
-        for module in (launch, paged, key_buffer):
-            for name, value in names.items():
-                stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(mock.patch.object(launch, "plan_workspace", plan_workspace))
-        stack.enter_context(ptxsim.options(**options))
+    with (
+        patched(launch, **names, plan_workspace=plan_workspace),
+        patched(paged, **names),
+        patched(key_buffer, **names),
+        ptxsim.options(**options),
+    ):
         yield used
 
 

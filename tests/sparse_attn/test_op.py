@@ -21,7 +21,7 @@ from cute_kernels.errors import (
     NondeterministicError,
     UnsupportedTransformError,
 )
-from cute_kernels.runtime import dispatch, plan_cache
+from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask, select
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import api, checks, cpu, lowering, masks, op, pack_gqa
@@ -30,6 +30,7 @@ from cute_kernels.sparse_attn.api import (
     block_sparse_attention_varlen,
 )
 from cute_kernels.sparse_attn.tensors import Grads, Saved
+from tests import plans
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
 from tests.sparse_attn.forms import (
@@ -452,17 +453,8 @@ def test_other_backends_say_why():
 @pytest.fixture
 def planned(monkeypatch):
     """Names of the kernels that are planned, for CPU tensors that count as a GPU's."""
-    names, plan = [], dispatch.plan
-
-    def counted(name, *args):
-        names.append(name)
-        return plan(name, *args)
-
-    monkeypatch.setattr(dispatch, "plan", counted)
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    plan_cache.clear()
-    yield names
-    plan_cache.clear()
+    with plans.cached(monkeypatch) as names:
+        yield names
 
 
 def passes(facts: list) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels.model.batch_invariant import overrides
@@ -224,16 +223,3 @@ def _again(covered: tuple, refused: tuple) -> None:
     overrides._installed.clear()
     overrides.COVERED, overrides.REFUSED = covered, refused
     overrides.install(strict=True)
-
-
-class Seen(TorchDispatchMode):
-    """The names of the ops that run: ``mean.dim``, ``cute_kernels.linear``."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func).removeprefix("aten.").removesuffix(".default")
-        self.names.append(name)
-        return func(*args, **(kwargs or {}))

@@ -19,12 +19,12 @@ from tests.model.batch_invariant.cases import (
     CASES,
     FP32,
     ON_GPUS,
-    Seen,
     drawn,
     inside,
     installed,
     row_op,
 )
+from tests.watchers import Seen
 
 #: Aten's composites: what they are made of is seen below them.
 PARTS = {
@@ -49,13 +49,13 @@ def below(name: str, on: bool) -> set[str]:
             inside(CASES[name].call, rows)
         else:
             CASES[name].call(rows)
-    return set(seen.names)
+    return {name.removeprefix("aten::") for name in seen.names}
 
 
 def require_ours(name: str) -> None:
     """That a case's covered ops do not reach torch."""
     found = below(name, True)
-    assert any(op.startswith("cute_kernels.") for op in found), found
+    assert any(op.startswith("cute_kernels::") for op in found), found
     wrong = found & {CASES[name].op, *PARTS.get(CASES[name].op, ())}
     assert not wrong, wrong
 
@@ -66,7 +66,7 @@ def test_ours_in_the_mode_and_torchs_out_of_it(name):
     if name == ON_GPUS:
         return
     found = below(name, False)
-    assert not any(op.startswith("cute_kernels.") for op in found)
+    assert not any(op.startswith("cute_kernels::") for op in found)
     assert found & {CASES[name].op, *PARTS.get(CASES[name].op, ())}
 
 

@@ -15,7 +15,8 @@ from cute_kernels.errors import BatchVariantError
 from cute_kernels.model.batch_invariant import mode
 from cute_kernels.model.batch_invariant.mode import State
 from tests.contract import same_bytes
-from tests.model.batch_invariant.cases import BF16, CASES, Seen, drawn, row_op
+from tests.model.batch_invariant.cases import BF16, CASES, drawn, row_op
+from tests.watchers import Seen
 
 OFF, ON, STRICT = State(False, False), State(True, False), State(True, True)
 
@@ -32,7 +33,7 @@ def is_ours() -> bool:
     """Whether a product of the calling thread is ours."""
     with Seen() as seen:
         torch.mm(torch.zeros(2, 3), torch.zeros(3, 2))
-    return "cute_kernels.linear" in seen.names
+    return "cute_kernels::linear" in seen.names
 
 
 def test_contexts_nest_and_bring_back_what_was():
@@ -151,9 +152,9 @@ def test_a_graph_from_outside_has_our_gradients_inside():
     with ck.batch_invariant(strict=True), Seen() as seen:
         loss.backward(torch.ones_like(loss))
     left = {name for name in seen.names if "backward" in name or "gradients" in name}
-    assert {n.split(".")[0] for n in left} == {"cute_kernels"} and len(left) == 4, left
-    assert "cute_kernels.embedding_gradient" in seen.names
-    assert "cute_kernels.linear" in seen.names and "mm" not in seen.names
+    assert {n.split(":")[0] for n in left} == {"cute_kernels"} and len(left) == 4, left
+    assert "cute_kernels::embedding_gradient" in seen.names
+    assert "cute_kernels::linear" in seen.names and "aten::mm" not in seen.names
 
 
 def test_inference_mode_and_no_grad():
@@ -185,8 +186,9 @@ def test_transforms_of_functions_end_in_ours():
         pushed = torch.func.jvp(lambda x: x.sum(-1), (rows,), (rows,))[1]
         assert same_bytes(pushed, rows.sum(-1))
     ours = {"linear", "norm", "norm_gradients", "softmax", "softmax_backward", "row_sum"}
-    assert {f"cute_kernels.{name}" for name in ours} <= set(seen.names)
-    assert not {"mm", "addmm", "bmm", "_softmax", "native_layer_norm"} & set(seen.names)
+    assert {f"cute_kernels::{name}" for name in ours} <= set(seen.names)
+    torchs = ("mm", "addmm", "bmm", "_softmax", "native_layer_norm")
+    assert not {f"aten::{name}" for name in torchs} & set(seen.names)
     with ck.batch_invariant(), forward_ad.dual_level():
         dual = forward_ad.make_dual(rows, rows)
         with pytest.raises(ck.errors.UnsupportedTransformError, match="jvp"):
@@ -220,6 +222,6 @@ def test_subclasses_and_sparse_tensors_are_torchs():
     with ck.batch_invariant(strict=True):
         with Seen() as seen:
             F.linear(x, weight)
-        assert "cute_kernels.linear" in seen.names
+        assert "cute_kernels::linear" in seen.names
         got = torch.mm(x.to_sparse(), weight.detach().mT)
     assert (got - x @ weight.detach().mT).abs().max() < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cute_kernels as ck
 from cute_kernels.model import aten
 from cute_kernels.model.observe import ops
 from tests.contract import same_bytes
@@ -219,6 +221,17 @@ HOLDERS = {
     "residual": ("norm_in_steps", {"llama", "mistral", "qwen2", "qwen3"}),
     "mlp": ("gated", set(FAMILIES) - {"phi3", "gpt_neox"}),
 }
+
+
+def patched_once(make: Callable[[str], nn.Module]) -> Callable[[str], tuple]:
+    """Function from a name to (the model, patched, what the patch said), made once."""
+
+    @functools.cache
+    def patched(name: str) -> tuple:
+        net = make(name)
+        return net, ck.patch(net, strict=True)
+
+    return patched
 
 
 class Watch(TorchDispatchMode):

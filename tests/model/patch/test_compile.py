@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import cute_kernels as ck
-from cute_kernels.runtime import dispatch, plan_cache
+from tests import plans
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -140,20 +140,6 @@ def assert_steps_agree(net: torch.nn.Module, run) -> None:
     assert_one_graph()
 
 
-def counted_plans(monkeypatch) -> list[str]:
-    """Names of the kernels that are planned from now on, for CPU tensors that count as a GPU's."""
-    names, plan = [], dispatch.plan
-
-    def counted(name, *args):
-        names.append(name)
-        return plan(name, *args)
-
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    monkeypatch.setattr(dispatch, "plan", counted)
-    plan_cache.clear()
-    return names
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_graphs_of_training(graphs, name):
     """What inductor would get, run op by op; sliding windows wait for nothing."""
@@ -167,19 +153,19 @@ def test_graphs_of_training(graphs, name):
 def test_calls_of_a_training_step(graphs, monkeypatch):
     """One graph each way, its calls, and a second step that plans nothing."""
     backend, calls = graphs
-    planned, net, tokens = counted_plans(monkeypatch), patched().train(), families.ids(2, 24)
-    run = torch.compile(net, backend=backend)
-    got = stepped(net, run, tokens)
-    assert ours(calls["forward"]) == expected(FORWARD)
-    assert ours(calls["backward"]) == expected(BACKWARD)
-    for graph in calls.values():
-        assert_nothing_waits(graph)
-    assert len(set(planned)) > 8
-    planned.clear()
-    again = stepped(net, run, tokens)
+    net, tokens = patched().train(), families.ids(2, 24)
+    with plans.cached(monkeypatch) as planned:
+        run = torch.compile(net, backend=backend)
+        got = stepped(net, run, tokens)
+        assert ours(calls["forward"]) == expected(FORWARD)
+        assert ours(calls["backward"]) == expected(BACKWARD)
+        for graph in calls.values():
+            assert_nothing_waits(graph)
+        assert len(set(planned)) > 8
+        planned.clear()
+        again = stepped(net, run, tokens)
     assert planned == [] and all(map(same_bytes, got.values(), again.values()))
     assert_one_graph()
-    plan_cache.clear()
 
 
 def test_the_count_sees_a_mask(graphs):

@@ -27,16 +27,7 @@ def tiny(name: str) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def patched():
-    """Name -> (the model, patched, what the patch said): made once."""
-    made: dict[str, tuple[torch.nn.Module, object]] = {}
-
-    def get(name: str):
-        if name not in made:
-            net = tiny(name)
-            made[name] = net, ck.patch(net, strict=True)
-        return made[name]
-
-    return get
+    return families.patched_once(tiny)
 
 
 def watched(net: torch.nn.Module) -> Watch:

@@ -48,16 +48,7 @@ def first_mixer(net: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def patched():
-    """Name -> (the model, patched, what the patch said): made once."""
-    made: dict[str, tuple[torch.nn.Module, object]] = {}
-
-    def get(name: str):
-        if name not in made:
-            net = families.model(name)
-            made[name] = net, ck.patch(net, strict=True)
-        return made[name]
-
-    return get
+    return families.patched_once(families.model)
 
 
 @each
