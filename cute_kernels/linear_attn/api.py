@@ -480,18 +480,13 @@ def selective_scan(
             softplus with ``delta_softplus``.
         A: [D, N], fp32, negative.  N up to 256; on GPUs 8, 16 or 32.
         B, C: [B, N, T], or [B, G, N, T] for G groups of D / G consecutive channels; the dtype of u.
-        D: [D]; bf16, fp16 or fp32.  None: no D u.
+        D, delta_bias: [D]; bf16, fp16 or fp32.
         z: As u: y silu(z) is returned.  None: y.
-        delta_bias: [D]; bf16, fp16 or fp32.
         delta_softplus: See delta.
         return_last_state: Whether to return the state after each sequence's last row too.
         initial_state: [sequences, D, N], fp32; None: zeros.
-        cu_seqlens: [S + 1], int32 or int64: a pack.  u has B = 1, and sequence s its columns from
-            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0, and so are their
-            gradients.
-        A_main_grad, D_main_grad, delta_bias_main_grad: fp32, of their shapes, or None.  If given,
-            backward adds the gradient into it in place and ``grad`` stays None, as in `linear`.
-            What A is made of gets no gradient then: dA_log is A dA.
+        cu_seqlens, A_main_grad, D_main_grad, delta_bias_main_grad: As in
+            `mamba_chunk_scan_combined`; sequences lie along T.
 
     Returns:
         out [B, D, T] in channel-last memory, the dtype of u, rounded once; (out, last_state

@@ -211,25 +211,14 @@ def state_space(
             checking.operand(name, parameters[name], "[H]")
             checking.shape(name, parameters[name], (heads,), "H of x")
     others = {"dt": dt, "B": B, "C": C, "z": z, "initial_states": initial_states}
-    _beside("x", x, parameters, others, main_grads)
+    for name, t in (parameters | others).items():
+        if t is not None:
+            checking.same_device(name, t, "x", x)
+    for name, main_grad in main_grads.items():
+        destination.check_of(f"{name}_main_grad", main_grad, name, parameters[name], x)
     if not options.low <= options.high:
         want = "(low, high), low at most high"
         raise ArgumentValueError(expected("dt_limit", want, (options.low, options.high)))
-
-
-def _beside(
-    name: str,
-    x: torch.Tensor,
-    parameters: dict[str, torch.Tensor | None],
-    others: dict[str, torch.Tensor | None],
-    main_grads: dict[str, torch.Tensor | None],
-) -> None:
-    """Check the devices of operands beside x, the argument ``name``, and parameters' main_grads."""
-    for other, t in (parameters | others).items():
-        if t is not None:
-            checking.same_device(other, t, name, x)
-    for other, main_grad in main_grads.items():
-        destination.check_of(f"{other}_main_grad", main_grad, other, parameters[other], x)
 
 
 def selective_scan(
@@ -245,37 +234,36 @@ def selective_scan(
     u, delta, A, B, C, D, z, delta_bias, initial_state = operands
     checking.operand("u", u, "[B, D, T]")
     checking.supported("selective_scan", u.device)
-    batch, channels, length = u.shape
+    channels, floats, fp32 = u.shape[1], checking.FLOATS, (torch.float32,)
     _multiple("u", "D, channels,", channels, 1, MAX_HEADS)
-    checking.operand("delta", delta, "[B, D, T]")
-    checking.shape("delta", delta, u.shape, "that of u")
-    checking.operand("A", A, "[D, N]", (torch.float32,))
-    checking.shape("A", A, (channels, A.shape[1]), "D of u, and N")
+    checking.operand("A", A, "[D, N]", fp32)
     _multiple("A", "N", A.shape[1], 1, SELECTIVE_STATES)
     _on_gpus("A", "N", A, SELECTIVE_GPU_STATES)
     checking.tensor("B", B)
-    grouped = B.dim() == 4
-    checking.operand("B", B, "[B, G, N, T]" if grouped else "[B, N, T]", (u.dtype,))
-    groups = B.shape[1:2] if grouped else ()
-    checking.shape("B", B, (batch, *groups, A.shape[1], length), "B and T of u, N of A")
-    if grouped and (groups[0] < 1 or channels % groups[0]):
+    layout, groups = ("[B, G, N, T]", B.shape[1:2]) if B.dim() == 4 else ("[B, N, T]", ())
+    if groups and (groups[0] < 1 or channels % groups[0]):
         raise ShapeError(expected("B", f"G, groups, a divisor of D = {channels}", groups[0]))
-    checking.operand("C", C, "[B, G, N, T]" if grouped else "[B, N, T]", (u.dtype,))
-    checking.shape("C", C, B.shape, "that of B")
-    if z is not None:
-        checking.operand("z", z, "[B, D, T]", (u.dtype,))
-        checking.shape("z", z, u.shape, "that of u")
-    sequences = count_of(cu_seqlens, "u", u)
-    if initial_state is not None:
-        checking.operand("initial_state", initial_state, "[S, D, N]", (torch.float32,))
-        checking.shape("initial_state", initial_state, (sequences, *A.shape), "[sequences, D, N]")
-    for name, t in (("D", D), ("delta_bias", delta_bias)):
-        if t is not None:
-            checking.operand(name, t, "[D]")
-            checking.shape(name, t, (channels,), "D of u")
+    of_B, states = (
+        (len(u), *groups, A.shape[1], u.shape[2]),
+        (count_of(cu_seqlens, "u", u), *A.shape),
+    )
+    for name, t, dimensions, dtypes, sizes, which in (
+        ("delta", delta, "[B, D, T]", floats, u.shape, "that of u"),
+        ("A", A, "[D, N]", fp32, (channels, A.shape[1]), "D of u, and N"),
+        ("B", B, layout, (u.dtype,), of_B, "B and T of u, N of A"),
+        ("C", C, layout, (u.dtype,), B.shape, "that of B"),
+        ("D", D, "[D]", floats, (channels,), "D of u"),
+        ("z", z, "[B, D, T]", (u.dtype,), u.shape, "that of u"),
+        ("delta_bias", delta_bias, "[D]", floats, (channels,), "D of u"),
+        ("initial_state", initial_state, "[S, D, N]", fp32, states, "[sequences, D, N]"),
+    ):
+        if t is not None or name in ("delta", "C"):
+            checking.operand(name, t, dimensions, dtypes)
+            checking.shape(name, t, sizes, which)
+            checking.same_device(name, t, "u", u)
     parameters = {"A": A, "D": D, "delta_bias": delta_bias}
-    others = {"delta": delta, "B": B, "C": C, "z": z, "initial_state": initial_state}
-    _beside("u", u, parameters, others, main_grads)
+    for name, main_grad in main_grads.items():
+        destination.check_of(f"{name}_main_grad", main_grad, name, parameters[name], u)
 
 
 def step_options(dt_softplus: object, dt_limit: object, name: str = "dt_softplus") -> StepOptions:

@@ -9,12 +9,12 @@ does not save.  ``lag``, of -1 or more, says where final is taken: `tensors.Last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from .. import arch
-from ..arch import CPU
+from ..arch import CPU, TRITON
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
@@ -38,6 +38,8 @@ class Scan:
     public: The public function, whose contract covers it.
     names: Of the operands in the schema, in the order of `StateSpace`.
     chunk: Rows between the states that are saved.
+    triton, dtypes: Modules of its Triton launchers, of both passes, and what they take.
+    facts: Of the contract.
     check: (operands, offsets, main_grads by name, options) -> nothing, or an exception.
     state: operands -> sizes of a state.
     saved: (operands, number of chunks, whether on a CPU) -> tensors for what the forward saves.
@@ -47,6 +49,9 @@ class Scan:
     public: str
     names: tuple[str, ...] = StateSpace._fields
     chunk: int
+    triton: tuple[str, str]
+    dtypes: frozenset[torch.dtype] = dispatch.FLOATS
+    facts: Callable[[str, arch.Device], dict[str, object]]
     check: Callable[..., None]
     state: Callable[[StateSpace], tuple[int, ...]]
     saved: Callable[[StateSpace, int, bool], StateSpaceSaved]
@@ -72,25 +77,16 @@ class Scan:
 
     # ---- the ops ---------------------------------------------------------------------------------
 
-    def define(
-        self,
-        backends: Mapping[str, tuple[str, frozenset[torch.dtype]]],
-        facts: Callable[[str, arch.Device], dict[str, object]],
-    ) -> tuple[Callable, Callable]:
-        """Register both ops; return their entries.
-
-        backends: Backend -> (module below this folder, whose functions have the names of the
-            entries, with the ``_backward`` of a module of its own before the colon; dtypes).
-        """
-        for end in ("", "_backward"):
+    def define(self) -> tuple[Callable, Callable]:
+        """Register both ops; return their entries."""
+        for end, module in zip(("", "_backward"), self.triton, strict=True):
+            name = f"{self.entry}{end}"
             implementations = {
-                name: Implementation(
-                    f"{__package__}.{module.format(end)}:{self.entry}{end}", dtypes
-                )
-                for name, (module, dtypes) in backends.items()
+                TRITON: Implementation(f"{__package__}.triton.{module}:{name}", self.dtypes),
+                CPU: Implementation(f"{__package__}.cpu_ssd:{name}", dispatch.FLOATS),
             }
-            dispatch.register(f"{self.entry}{end}", implementations, contract=self.public)
-        dispatch.register_contracts((self.public,), config.KEPT, facts, self.entry)
+            dispatch.register(name, implementations, contract=self.public)
+        dispatch.register_contracts((self.public,), config.KEPT, self.facts, self.entry)
         read = ", ".join(
             f"Tensor{'?' * (field in _OPTIONAL)} {name}"
             for field, name in zip(StateSpace._fields, self.names, strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..arch import CPU, TRITON
 from . import checks, config
 from .op import channel_last
 from .op_scan import Scan
@@ -14,7 +13,8 @@ from .tensors import StateSpace, StateSpaceGradients, StateSpaceSaved
 class _Selective(Scan):
     entry, public, chunk = "selective_scan", "selective_scan", config.SELECTIVE_CHUNK
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
-    check = staticmethod(checks.selective_scan)
+    triton = ("selective", "selective")
+    facts, check = staticmethod(config.selective_facts), staticmethod(checks.selective_scan)
 
     def sizes(self, x: torch.Tensor) -> tuple[int, int]:
         return x.shape[0], x.shape[2]
@@ -49,10 +49,4 @@ class _Selective(Scan):
 
 
 SCAN = _Selective()
-selective_scan, selective_scan_backward = SCAN.define(
-    {
-        TRITON: ("triton.selective", frozenset(config.DTYPE_NAMES)),
-        CPU: ("cpu_ssd", frozenset(config.DTYPE_NAMES)),
-    },
-    config.selective_facts,
-)
+selective_scan, selective_scan_backward = SCAN.define()

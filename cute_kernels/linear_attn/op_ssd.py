@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..arch import CPU, TRITON
 from . import checks, config
 from .op_scan import Scan
 from .tensors import StateSpace, StateSpaceSaved
@@ -12,7 +11,8 @@ from .tensors import StateSpace, StateSpaceSaved
 
 class _Ssd(Scan):
     entry, public, chunk = "ssd_scan", "mamba_chunk_scan_combined", config.SSD_CHUNK
-    check = staticmethod(checks.state_space)
+    triton, dtypes = ("ssd", "ssd_backward"), frozenset({torch.bfloat16})
+    facts, check = staticmethod(config.ssd_facts), staticmethod(checks.state_space)
 
     def state(self, operands: StateSpace) -> tuple[int, int, int]:
         return *operands.x.shape[2:], operands.B.shape[3]
@@ -32,10 +32,4 @@ class _Ssd(Scan):
 
 
 SCAN = _Ssd()
-ssd_scan, ssd_scan_backward = SCAN.define(
-    {
-        TRITON: ("triton.ssd{}", frozenset({torch.bfloat16})),
-        CPU: ("cpu_ssd", frozenset(config.DTYPE_NAMES)),
-    },
-    config.ssd_facts,
-)
+ssd_scan, ssd_scan_backward = SCAN.define()

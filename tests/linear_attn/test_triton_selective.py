@@ -137,8 +137,8 @@ MUTANTS = {
     ),
     "rows_beyond_the_end_decay": (
         INTERPRETER, parts, SEQUENCE,
-        ("s = _chosen(inside, _next_state(s, A, step, x, B_ptr, at, inside, STATE), s, STATE)",
-         "s = _next_state(s, A, step, x, B_ptr, at, inside, STATE)"),
+        ("tl.where(inside, tl.fma(tl.exp2(A[n] * _LOG2E * step), s[n], added), s[n])",
+         "tl.fma(tl.exp2(A[n] * _LOG2E * step), s[n], added)"),
     ),
     "the_last_state_of_all_rows": (
         INTERPRETER, parts, SEQUENCE, ("if row + i + 1 == behind:", "if row + i + 1 == end:"),
@@ -169,7 +169,7 @@ MUTANTS = {
     ),
     "gradients_of_no_row": (
         INTERPRETER, gradients, PACK,
-        ("            if row < stop:\n", "            if row < top + ROWS:\n"),
+        ("- back]\n            if row < stop:\n", "- back]\n            if row < top + ROWS:\n"),
     ),
     "channels_in_another_order": (
         SM90, predicted_sums,

@@ -53,15 +53,6 @@ def _channels(D, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _vector(ptr, channel, D):
-    """A parameter of channels, fp32; 0 where there is none."""
-    if ptr is not None:
-        return tl.load(ptr + channel, mask=channel < D, other=0.0).to(tl.float32)
-    else:
-        return tl.zeros(channel.shape, tl.float32)
-
-
-@triton.jit
 def _row(ptr, row, stride, channel, D, inside):
     """A row of channels, fp32."""
     mask = (channel < D) & inside
@@ -81,7 +72,7 @@ def _columns(ptr, base, channel, stride, step, D, STATE: tl.constexpr):
     for n in tl.static_range(STATE):
         if ptr is not None:
             offset = base + channel * stride + n * step
-            value = tl.load(ptr + offset, mask=channel < D, other=0.0)
+            value = tl.load(ptr + offset, mask=channel < D, other=0.0).to(tl.float32)
         else:
             value = tl.zeros(channel.shape, tl.float32)
         out = out + (value,)
@@ -98,20 +89,11 @@ def _store_columns(ptr, values, base, channel, stride, step, D, STATE: tl.conste
 
 @triton.jit
 def _next_state(s, A, step, x, B_ptr, at, inside, STATE: tl.constexpr):
-    """S behind a row, of which B lies at ``at``."""
+    """S behind a row, of which B lies at ``at``; S itself where there is none."""
     out, update = (), step * x
     for n in tl.static_range(STATE):
         added = update * _number(B_ptr, at + n, inside)
-        out = out + (tl.fma(tl.exp2(A[n] * _LOG2E * step), s[n], added),)
-    return out
-
-
-@triton.jit
-def _chosen(inside, new, old, STATE: tl.constexpr):
-    """The vectors of ``new``, or those of ``old`` where there is no row."""
-    out = ()
-    for n in tl.static_range(STATE):
-        out = out + (tl.where(inside, new[n], old[n]),)
+        out = out + (tl.where(inside, tl.fma(tl.exp2(A[n] * _LOG2E * step), s[n], added), s[n]),)
     return out
 
 
@@ -168,7 +150,8 @@ def scan_kernel(
             return
     first, end, slot = sequence_of(offsets_ptr, sequence, LENGTH, CHUNK)
     A = _columns(A_ptr, 0, channel, STATE, 1, D, STATE)
-    bias, skip = _vector(dt_bias_ptr, channel, D), _vector(D_ptr, channel, D)
+    bias = _columns(dt_bias_ptr, 0, channel, 1, 0, D, 1)[0]
+    skip = _columns(D_ptr, 0, channel, 1, 0, D, 1)[0]
     of_sequence = sequence * D * STATE
     s = _columns(initial_ptr, of_sequence, channel, STATE, 1, D, STATE)
     behind = row_of_last(first, end, LAG, 1)
@@ -188,7 +171,7 @@ def scan_kernel(
                 if SOFTPLUS:
                     step = softplus(step)
                 at = (row + i) * B_row + group * B_group
-                s = _chosen(inside, _next_state(s, A, step, x, B_ptr, at, inside, STATE), s, STATE)
+                s = _next_state(s, A, step, x, B_ptr, at, inside, STATE)
                 at = (row + i) * C_row + group * C_group
                 y = _read(s, C_ptr, at, skip, x, inside, STATE)
                 if z_ptr is not None:
@@ -285,7 +268,8 @@ def gradient_kernel(
                 tl.store(parts_ptr + lines + row * (GROUPS * STATE) + n, 0.0)
         stop = start
     A = _columns(A_ptr, 0, channel, STATE, 1, D, STATE)
-    bias, skip = _vector(dt_bias_ptr, channel, D), _vector(D_ptr, channel, D)
+    bias = _columns(dt_bias_ptr, 0, channel, 1, 0, D, 1)[0]
+    skip = _columns(D_ptr, 0, channel, 1, 0, D, 1)[0]
     ds = _columns(d_states_ptr, at_slot, channel, 1, D, D, STATE)
     dA = _columns(None, 0, channel, 1, D, D, STATE)
     dD, d_bias = zeros, zeros
@@ -294,19 +278,17 @@ def gradient_kernel(
         top = start + (blocks - 1 - k) * ROWS
         s = _columns(states_ptr, at_slot, channel, 1, D, D, STATE)
         for row in range(start, top):
-            x = _row(x_ptr, row, x_row, channel, D, row < stop)
-            step = _row(step_ptr, row, D, channel, D, row < stop)
-            at = row * B_row + group * B_group
-            s = _next_state(s, A, step, x, B_ptr, at, row < stop, STATE)
-        # Rows behind the end have a step of 0: S keeps all but signs of zeros, and is not used.
+            x = _row(x_ptr, row, x_row, channel, D, True)
+            step = _row(step_ptr, row, D, channel, D, True)
+            s = _next_state(s, A, step, x, B_ptr, row * B_row + group * B_group, True, STATE)
         kept = ()
         for i in tl.static_range(ROWS):
             row = top + i
-            x = _row(x_ptr, row, x_row, channel, D, row < stop)
-            step = _row(step_ptr, row, D, channel, D, row < stop)
-            at = row * B_row + group * B_group
             kept = kept + (s,)
-            s = _next_state(s, A, step, x, B_ptr, at, row < stop, STATE)
+            if row < stop:
+                x = _row(x_ptr, row, x_row, channel, D, True)
+                step = _row(step_ptr, row, D, channel, D, True)
+                s = _next_state(s, A, step, x, B_ptr, row * B_row + group * B_group, True, STATE)
         for back in tl.static_range(ROWS):
             row = top + (ROWS - 1 - back)
             before = kept[ROWS - 1 - back]
