@@ -17,18 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DtypeError,
-    ShapeError,
-    expected,
-)
+from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..logp.api import PolicyLoss
+from ..runtime import checking
 from . import causal_lm
 from .sharded_head import Scoring, head_logp, head_policy_loss
 
-_IDS = (torch.int32, torch.int64)
 #: Names of modules that look positions up.
 _POSITION_TABLE = re.compile(r"(^|\.)(embed_positions|position_embeddings?|wpe)$")
 
@@ -259,12 +253,7 @@ def _positions(
 
 
 def _check_ids(name: str, ids: object, count: int | None) -> None:
-    if not isinstance(ids, torch.Tensor):
-        raise ArgumentTypeError(expected(name, "a torch.Tensor", type(ids).__name__))
-    if ids.dtype not in _IDS:
-        raise DtypeError(expected(name, "torch.int64 or torch.int32", ids.dtype))
-    if ids.dim() != 2:
-        raise ShapeError(expected(name, "2 dimensions [B, S]", list(ids.shape)))
+    checking.operand(name, ids, "[B, S]", checking.INTEGERS)
     if count is None or not ids.numel():
         return
     # An index outside would be read from other memory, or end the process on a GPU.

@@ -284,9 +284,7 @@ def _clips(kind: str, fields: Mapping) -> dict[str, float]:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(expected(name, "an int of 1 or more", type(value).__name__))
-    if value < 1:
+    if checking.integer(name, value, "an int of 1 or more") < 1:
         raise ArgumentValueError(expected(name, "1 or more", value))
     return value
 

@@ -108,7 +108,7 @@ def sinkhorn(
     iterations_name: str = "iterations",
 ) -> None:
     """Check the arguments of Sinkhorn-Knopp; names: those of the arguments."""
-    _integer(iterations_name, iterations)
+    checking.integer(iterations_name, iterations)
     if not 1 <= iterations <= MAX_ITERATIONS:
         raise ArgumentValueError(expected(iterations_name, f"1 to {MAX_ITERATIONS}", iterations))
     if form not in FORMS:
@@ -119,16 +119,9 @@ def sinkhorn(
     number(name, eps, MIN_FORM_EPS if form == "epsilon" else 0.0)
 
 
-def _integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(expected(name, "an int", type(value).__name__))
-
-
 def number(name: str, value: object, least: float | None) -> None:
     """Check that a value is a finite number, of ``least`` or more."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(expected(name, "a number", type(value).__name__))
-    finite = abs(value) < float("inf")
+    finite = abs(checking.number(name, value)) < float("inf")
     if not finite or (least is not None and value < least):
         want = "a finite number" if least is None else f"a finite number of {least:g} or more"
         raise ArgumentValueError(expected(name, want, value))
@@ -136,7 +129,7 @@ def number(name: str, value: object, least: float | None) -> None:
 
 def streams(n: object) -> int:
     """Check that there are kernels for n streams."""
-    _integer("n", n)
+    checking.integer("n", n)
     if n not in STREAMS:
         raise ArgumentValueError(one_of("n", STREAMS, n))
     return n
@@ -347,7 +340,7 @@ def unwritten(x: torch.Tensor, version: int) -> None:
 
 def sites(value: object) -> None:
     """Check the sites of a group: an int of 1 or more."""
-    _integer("sites", value)
+    checking.integer("sites", value)
     if value < 1:
         raise ArgumentValueError(expected("sites", "1 or more", value))
 
@@ -361,7 +354,7 @@ def sublayer(value: object) -> None:
 def module(n: object, channels: object, site_options: object, dtype: torch.dtype) -> None:
     """Check the constructor arguments of a module."""
     streams(n)
-    _integer("channels", channels)
+    checking.integer("channels", channels)
     if not 1 <= channels <= _MAX_SIZE // n:
         raise ArgumentValueError(expected("channels", f"1 to {_MAX_SIZE // n}", channels))
     options(site_options)

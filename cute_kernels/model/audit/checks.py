@@ -21,6 +21,7 @@ from ...errors import (
     expected,
     one_of,
 )
+from ...runtime import checking
 from .probe import SEQUENCE, Facts
 
 #: Transforms of outputs, of gradients, and the comparison with torch.compile.
@@ -289,8 +290,7 @@ def _pad(model: nn.Module, pad_token: object, limit: int | None) -> int:
         pad = getattr(getattr(model, "config", None), "pad_token_id", None)
         known = isinstance(pad, int) and pad >= 0 and (not limit or pad < limit)
         return pad if known else 0
-    if isinstance(pad_token, bool) or not isinstance(pad_token, int):
-        raise ArgumentTypeError(expected("pad_token", "an id or None", type(pad_token).__name__))
+    checking.integer("pad_token", pad_token, "an id or None")
     if pad_token < 0 or (limit is not None and pad_token >= limit):
         want = f"an id from 0 to {limit - 1}" if limit else "an id of at least 0"
         raise ArgumentValueError(expected("pad_token", want, pad_token))
