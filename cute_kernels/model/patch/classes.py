@@ -223,6 +223,8 @@ FORWARDS: dict[str, Forward] = {
     mixers.DELTA_NET: Forward("ck.chunk_gated_delta_rule", mixers.gated_delta_net),
     mixers.MAMBA2: Forward("ck.mamba_chunk_scan_combined", mixers.mamba2_mixer),
     mixers.MAMBA: Forward("ck.selective_scan", mixers.mamba_mixer),
+    mixers.KDA: Forward("ck.chunk_kda", mixers.gated_delta_net),
+    mixers.GATE: Forward("ck.chunk_kda, its gate", mixers.forget_gate),
     mixers.CONVOLUTION: Forward("ck.causal_conv1d_fn", mixers.causal_conv1d),
     "gated_rms_norm": Forward("ck.gated_rms_norm", mixers.gated_rms_norm),
     "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts_forward),

@@ -90,7 +90,7 @@ def by_modules(survey: Survey, options: Options, *, tentative: bool = False) -> 
     single = [part for part in single if own_modules.kind_of(part.module) is None]
     scripts = {id(p.module) for p in survey.parts if isinstance(p.module, torch.jit.ScriptModule)}
     by_class = {id(part.module): forward_by_class(part.module, part.cls) for part in single}
-    by_class |= _convolutions(single, by_class)
+    by_class |= _parts_of_mixers(single, by_class)
     unknown = [p for p in single if not by_class[id(p.module)] and id(p.module) not in scripts]
     facts = _Facts(options, survey.devices, decisions.heads, by_class, rules(unknown), kinds)
     actions: list[Action] = []
@@ -135,7 +135,7 @@ def _replacement(part: Part, facts: _Facts) -> Action | Left | None:
             return _linear(part, facts, kind, reason)
         if kind == "experts":
             return _taken(part, facts, "linear", reason, kind)
-        if kind in mixers.KINDS or kind == mixers.CONVOLUTION:
+        if kind in mixers.KINDS or kind in (part for part, _ in mixers.PARTS.values()):
             reads = mixers.READS if kind in mixers.KINDS else ()
             return _taken(part, facts, "attention", reason, kind, reads=reads)
         return _taken(part, facts, "embedding", reason, kind, reads=_EMBEDDING_READS)
@@ -174,14 +174,17 @@ def _linear(part: Part, facts: _Facts, kind: str, reason: str | None) -> Action 
     return facts.action(part, kind)
 
 
-def _convolutions(
+def _parts_of_mixers(
     parts: list[Part], by_class: dict[int, tuple[str, str | None] | None]
 ) -> dict[int, tuple[str, str | None]]:
-    """Return id of each convolution that a mixer of ours calls -> its forward."""
+    """Return id of each convolution or gate that a mixer of ours calls -> its forward."""
     kinds = [(part.module, *(by_class[id(part.module)] or (None, None))) for part in parts]
     mixing = [module for module, kind, reason in kinds if kind in mixers.KINDS and reason is None]
     return {
-        id(mixer.conv1d): (mixers.CONVOLUTION, why_not_parameters(mixer.conv1d)) for mixer in mixing
+        id(part): (kind, why_not_parameters(part))
+        for mixer in mixing
+        for name, (kind, _) in mixers.PARTS.items()
+        if (part := getattr(mixer, name, None)) is not None
     }
 
 

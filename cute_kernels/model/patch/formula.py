@@ -32,6 +32,9 @@ _COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.Built
 #: Types of attributes that `rules` compares.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
+#: Activation of a norm's gate -> its formula.
+_GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
 #: Attributes that a forward reads, and their values: with others the formula may not hold.
 Reads = tuple[tuple[str, object], ...]
 
@@ -49,6 +52,7 @@ class Rule(NamedTuple):
     follows: bool = True
     norm_before_gate: bool = True
     group_size: int | None = None
+    activation: str = "silu"
 
 
 class Refusal(NamedTuple):
@@ -297,14 +301,16 @@ class _Norm:
     ) -> torch.Tensor:
         if rule.kind == "layer_norm":
             x = x - x.mean(-1, keepdim=True)
+        if gate is not None:
+            gate = _GATES[rule.activation](gate)
         if gate is not None and not rule.norm_before_gate:
-            x = x * F.silu(gate)
+            x = x * gate
         groups = x.unflatten(-1, (-1, rule.group_size or x.shape[-1]))
         y = (groups / (groups.square().mean(-1, keepdim=True) + rule.eps).sqrt()).flatten(-2)
         if rule.weight is not None:
             y = y * (self._values[rule.weight].double() + rule.offset)
         if gate is not None and rule.norm_before_gate:
-            y = y * F.silu(gate)
+            y = y * gate
         return y if rule.bias is None else y + self._values[rule.bias].double()
 
 
@@ -318,10 +324,11 @@ def _rules(module: torch.nn.Module, names: list[str], gated: bool) -> list[Rule]
     roles = [(first, second), (second, first)] if second else [(first, None)]
     if gated:
         return [
-            Rule("gated_rms_norm", eps, 0.0, first, norm_before_gate=before, group_size=size)
+            Rule("gated_rms_norm", eps, 0.0, first, None, None, (), True, before, size, activation)
             for eps in sorted(epsilons)
             for before in (True, False)
             for size in _group_sizes(module)
+            for activation in _GATES
         ]
     rules = []
     for eps in sorted(epsilons):

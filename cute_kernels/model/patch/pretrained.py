@@ -66,7 +66,7 @@ _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "L
 #: Types that are not covered where a layer is of a kind in `_NOT_COVERED_LAYERS`, or where their
 #: config does not say what kinds its layers are.
 NOT_COVERED = frozenset({
-    "zamba", "recurrent_gemma", "rwkv", "minimax", "kimi_linear", "xlstm",
+    "zamba", "recurrent_gemma", "rwkv", "minimax", "xlstm",
 })  # fmt: skip
 _NOT_COVERED_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "hybrid", "recurrent"})
 
@@ -298,8 +298,9 @@ def _why_not_mixer(module: nn.Module) -> str | None:
     """Why a known mixer of linear attention is left: also if its convolution is."""
     if (reason := mixers.why_not(module)) is not None:
         return reason
-    if hides(module.conv1d, mixers.CONVOLUTION):
-        return "its convolution has a forward of its own"
+    for name, (kind, what) in mixers.PARTS.items():
+        if hasattr(module, name) and hides(getattr(module, name), kind):
+            return f"its {what} has a forward of its own"
     return why_not_parameters(module) or why_not_parameters(module.conv1d)
 
 

@@ -29,7 +29,7 @@ class Notes(NamedTuple):
     eps, offset: of a norm.  eps_name: the attribute that its eps is read from at each call; None:
     it is ``eps``.  reads: (attribute, value) that the author's forward reads and ours does not: a
     call with another value is refused.
-    norm_before_gate, group_size: of a norm with a gate.
+    norm_before_gate, group_size, activation: of a norm with a gate.
     follows: whether a rotary table has the dtype of its input, or fp32.
     softcap: of a causal LM's logits, 0: none.  logp: whether its loss is
     ck.linear_logp's; of a head, whether it can score targets.
@@ -48,6 +48,7 @@ class Notes(NamedTuple):
     reads: tuple[tuple[str, object], ...] = ()
     norm_before_gate: bool = True
     group_size: int | None = None
+    activation: str = "silu"
 
 
 def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> torch.Tensor | None:

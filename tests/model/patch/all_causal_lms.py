@@ -437,7 +437,7 @@ _HEADER = """# Which causal LMs are complete
 | Mixtral, OLMoE, Qwen 2 MoE, Qwen 3 MoE | yes | in `tree` | one GPU, in `chain` |
 | DeepSeek-V3, gpt-oss, Llama 4 (text), GLM-4 MoE | yes | refused | refused |
 | Qwen2.5-VL and others with images | the text, with [`skip=`](model.md) | refused | refused |
-| Qwen3-Next, Qwen 3.5 and its MoE (text), OLMo Hybrid | yes | refused | refused |
+| Qwen3-Next, Qwen 3.5 and its MoE (text), OLMo Hybrid, Kimi Linear | yes | refused | refused |
 | Nemotron-H, Granite 4 hybrid, Falcon-H1, Bamba, Mamba 2, Zamba2 | yes | refused | refused |
 | Jamba, Mamba, Falcon-Mamba | yes | refused | refused |
 | FP8, INT8, INT4 weights | left, so `strict=True` refuses | refused | refused |

@@ -108,12 +108,20 @@ _JAMBA = {
     "mamba_d_state": 16, "mamba_dt_rank": 8, "attn_layer_period": 2, "attn_layer_offset": 1,
     "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
+_KIMI = {
+    "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 #: Hybrids of attention and the gated delta rule, Mamba-2 or Mamba; OLMo's beta goes up to 2.
 HYBRIDS = {
     "qwen3_next": ("Qwen3NextConfig", {**_MIXERS, **_SHARED, "mlp_only_layers": [0]}),
     "qwen3_5": ("Qwen3_5TextConfig", _MIXERS),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_MIXERS, **_SHARED}),
     "olmo_hybrid": ("OlmoHybridConfig", _MIXERS),
+    "kimi_linear": ("KimiLinearConfig", _KIMI),
     "nemotron_h": ("NemotronHConfig", _NEMOTRON),
     "bamba": ("BambaConfig", _BAMBA),
     "mamba2": ("Mamba2Config", _MAMBA2),

@@ -37,6 +37,7 @@ OURS = {"ck.causal_conv1d_fn", "ck.gated_rms_norm"}
 WITHOUT_NORM = {"falcon_h1", "jamba", "falcon_mamba", "mamba"}
 RULES = {
     mixers.DELTA_NET: "ck.chunk_gated_delta_rule",
+    mixers.KDA: "ck.chunk_kda",
     mixers.MAMBA2: "ck.mamba_chunk_scan_combined",
     mixers.MAMBA: "ck.selective_scan",
 }
@@ -171,7 +172,9 @@ def surroundings(mixer, config, dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "nemotron_h", "jamba"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "olmo_hybrid", "kimi_linear", "nemotron_h", "jamba"]
+)
 def test_rows_of_a_mixer(name, dtype):
     """Beside NaN, with padding that is not zero, and whatever a cache has."""
     assert surroundings(*mixer_of(name, dtype), dtype) == []
@@ -241,7 +244,7 @@ def drafted(mixer, config, x) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba", *by_night("nemotron_h")])
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", *by_night("nemotron_h", "kimi_linear")])
 def test_what_is_dropped_leaves_no_trace(monkeypatch, name, dtype):
     """Drafts of any length across chunks, and other tokens after them.  The mutant: none is."""
     mixer, config = mixer_of(name, dtype)
@@ -289,7 +292,7 @@ def test_what_transformers_does_to_a_layer():
         "qwen3_next",
         "nemotron_h",
         "jamba",
-        *by_night("qwen3_5", "granitemoehybrid", "bamba", "falcon_h1", "zamba2"),
+        *by_night("qwen3_5", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "kimi_linear"),
     ],
 )
 def test_what_is_generated_has_the_logits_of_training(patched, name):
@@ -306,7 +309,8 @@ def test_what_is_generated_has_the_logits_of_training(patched, name):
     twice = prompts[1:2, :31].repeat(1, 2)
     want, draft = families.generated(net, twice), families.model(name, seed=0)
     with torch.no_grad():
-        first_mixer(draft).out_proj.weight *= 1.1
+        mixer = first_mixer(draft)
+        mixer.get_submodule(mixers.mixer_of(type(mixer)).out).weight *= 1.1
     ck.patch(draft, strict=True)
     draft.generation_config.eos_token_id = None
     for helper in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
@@ -328,7 +332,7 @@ def stepped(net: torch.nn.Module, **inputs: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo_hybrid", "nemotron_h", *by_night("granitemoehybrid", "jamba")]
+    "name", ["olmo_hybrid", "nemotron_h", *by_night("granitemoehybrid", "jamba", "kimi_linear")]
 )
 def test_a_cache_and_checkpoints_change_no_gradient(patched, name):
     """transformers makes a cache in training unless it is told not to."""
@@ -343,7 +347,9 @@ def test_a_cache_and_checkpoints_change_no_gradient(patched, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo_hybrid", "granitemoehybrid", "jamba", *by_night("nemotron_h", "falcon_h1")]
+    "name",
+    ["olmo_hybrid", "granitemoehybrid", "jamba", "kimi_linear"]
+    + by_night("nemotron_h", "falcon_h1"),
 )
 def test_packs_of_every_kind(patched, name):
     """By lengths, by numbers and by positions, of one row and of two."""
@@ -364,6 +370,10 @@ def test_packs_of_every_kind(patched, name):
 #: Model -> parameters of its mixer but for projections, and those without a main_grad.
 WRITTEN = {
     "olmo_hybrid": ({"A_log", "dt_bias", "conv1d.weight", "o_norm.weight"}, set()),
+    "kimi_linear": (
+        {"forget_gate.A_log", "forget_gate.dt_bias", "conv1d.weight", "o_norm.weight"},
+        set(),
+    ),
     "nemotron_h": (
         {"D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"},
         {"A_log"},

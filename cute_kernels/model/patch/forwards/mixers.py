@@ -3,11 +3,11 @@
     projections ─> convolution, SiLU ─> rule ─> gated norm ─> projection
                    (the pack of the real tokens alone)
 
-The rule is the gated delta rule, or the scan of Mamba-2 or of Mamba, which has its projections of
-steps, B and C behind the convolution and no norm.  A mixer is known by its class: how its
-projections lie is in no config.  Its projections, its convolution and its norms are modules that
-are called, so that adapters, hooks and FSDP see them; of Mamba's dt_proj the weight is read, as
-transformers does.
+The rule is the gated delta rule, Kimi's too, or the scan of Mamba-2 or of Mamba, which has its
+projections of steps, B and C behind the convolution and no norm.  A mixer is known by its class:
+how its projections lie is in no config.  Its projections, its convolution, its norms and its gate
+are modules that are called, so that adapters, hooks and FSDP see them; of Mamba's dt_proj the
+weight is read, as transformers does.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ from ....linear_attn.config import (
 from ....rowwise import api as rowwise
 from ..state import eps_of, kind_of, main_grad_of, parameter_of, sums_of, unchanged, user_class
 
-#: Names of the forwards of the three mixers and of their convolution; of a layer that is told of
-#: packs, the base model, and the model around.
-DELTA_NET, MAMBA2, MAMBA, CONVOLUTION = (
-    "gated_delta_net", "mamba2_mixer", "mamba_mixer", "causal_conv1d",
+#: Names of the forwards of the four mixers, of their convolution and of a gate; of a layer that is
+#: told of packs, the base model, and the model around.
+DELTA_NET, KDA, MAMBA2, MAMBA, CONVOLUTION, GATE = (
+    "gated_delta_net", "kimi_delta_attention", "mamba2_mixer", "mamba_mixer", "causal_conv1d",
+    "forget_gate",
 )  # fmt: skip
-KINDS = frozenset({DELTA_NET, MAMBA2, MAMBA})
+KINDS = frozenset({DELTA_NET, KDA, MAMBA2, MAMBA})
+#: Attribute of a mixer -> (the forward of what it holds, its name in words).
+PARTS = {"conv1d": (CONVOLUTION, "convolution"), "forget_gate": (GATE, "gate")}
 LAYER, BASE_MODEL, STATEFUL = "hybrid_layer", "hybrid_model", "hybrid"
 #: What a model says of itself to `generate`: whether its cache cannot drop tokens.
 STATEFUL_FLAG = "_is_stateful"
@@ -53,7 +56,7 @@ class Projected(NamedTuple):
     """Projections of hidden states [B, T, hidden].
 
     qkv: [B, T, 2 H K + HV V], inputs of the convolution.  z: [B, T, HV, V], input of the output's
-    gate.  b, a: [B, T, HV], inputs of beta and of the decay.
+    gate.  b, a: [B, T, HV], inputs of beta and of the decay; a of Kimi's: [B, T, hidden].
     """
 
     qkv: torch.Tensor
@@ -97,6 +100,13 @@ def _one_by_one(self: nn.Module, x: torch.Tensor) -> Projected:
     return Projected(qkv, z, self.b_proj(x), self.a_proj(x))
 
 
+def _of_channels(self: nn.Module, x: torch.Tensor) -> Projected:
+    """Kimi Linear: a projection each, of two factors for the gates, and the decay's in a part."""
+    qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+    z = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
+    return Projected(qkv, z, self.b_proj(x), x)
+
+
 class Mixer(NamedTuple):
     """A class of mixers: its forward, and the names of its norm and its last projection.
 
@@ -115,6 +125,7 @@ _MIXERS: Mapping[tuple[str, str], Mixer] = {
     ("qwen3_5", "Qwen3_5GatedDeltaNet"): Mixer(DELTA_NET, _apart),
     ("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"): Mixer(DELTA_NET, _apart),
     ("olmo_hybrid", "OlmoHybridGatedDeltaNet"): Mixer(DELTA_NET, _one_by_one, "o_norm", "o_proj"),
+    ("kimi_linear", "KimiLinearDeltaAttention"): Mixer(KDA, _of_channels, "o_norm", "o_proj"),
     ("nemotron_h", "NemotronHMamba2Mixer"): Mixer(),
     ("granitemoehybrid", "GraniteMoeHybridMambaLayer"): Mixer(),
     ("mamba2", "Mamba2Mixer"): Mixer(),
@@ -138,8 +149,8 @@ _KEYWORDS += ("position_embeddings",)
 #: Kind -> parameters of a module whose gradients go to a main_grad in one order.  That of A_log is
 #: A times a sum of the scan's.
 MAIN_GRADS = {
-    DELTA_NET: ("A_log", "dt_bias"), MAMBA2: ("D", "dt_bias"), MAMBA: ("D",),
-    CONVOLUTION: ("weight", "bias"),
+    **dict.fromkeys((DELTA_NET, GATE), ("A_log", "dt_bias")), KDA: (), MAMBA2: ("D", "dt_bias"),
+    MAMBA: ("D",), CONVOLUTION: ("weight", "bias"),
 }  # fmt: skip
 #: What the author's forward reads and ours does not: the activation of the convolution.
 READS = (("activation", "silu"),)
@@ -153,6 +164,7 @@ def mixer_of(cls: type) -> Mixer | None:
 #: Kind of a mixer -> attributes that its forward of ours reads.
 _ATTRIBUTES = {
     DELTA_NET: ("conv1d", "key_dim", "value_dim", "activation", "A_log", "dt_bias", "layer_idx"),
+    KDA: ("conv1d", "conv_dim", "num_heads", "head_dim", "forget_gate", "activation", "layer_idx"),
     MAMBA2: (
         "conv1d", "in_proj", "norm", "out_proj", "activation", "A_log", "D", "dt_bias", "layer_idx",
         "num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim",
@@ -174,7 +186,7 @@ def why_not(module: nn.Module) -> str | None:
         return "transformers' caches of this version record no past of a mixer"
     channels = {
         DELTA_NET: lambda: module.key_dim * 2 + module.value_dim,
-        MAMBA2: lambda: module.conv_dim,
+        **dict.fromkeys((KDA, MAMBA2), lambda: module.conv_dim),
         MAMBA: lambda: module.intermediate_size,
     }[kind]()
     convolution = module.conv1d
@@ -187,7 +199,13 @@ def why_not(module: nn.Module) -> str | None:
     for name, value in READS:
         if getattr(module, name) != value:
             return f"{name} = {getattr(module, name)!r}, not {value!r}"
-    reasons = {DELTA_NET: _why_not_sizes, MAMBA2: _why_not_scan, MAMBA: _why_not_selective_scan}
+    of_kda = functools.partial(_why_not_sizes, names=("head_dim",), op="ck.chunk_kda")
+    reasons = {
+        DELTA_NET: _why_not_sizes,
+        KDA: of_kda,
+        MAMBA2: _why_not_scan,
+        MAMBA: _why_not_selective_scan,
+    }
     return reasons[kind](module)
 
 
@@ -321,6 +339,7 @@ def gated_rms_norm(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> tor
     out = linear_attn.gated_rms_norm(
         hidden_states.to(dtype), weight, gate.to(dtype), eps_of(self),
         norm_before_gate=notes.norm_before_gate, group_size=notes.group_size,
+        activation=notes.activation,
         main_grad=main_grad_of(self, weight),
     )  # fmt: skip
     return out.to(hidden_states.dtype)
@@ -371,20 +390,42 @@ def _delta_rule(
 ) -> torch.Tensor:
     """Convolve, and apply the gated delta rule: [B, T, HV, V]."""
     qkv, beta, a = rows
+    of_channels = mixer_of(user_class(self)).kind == KDA
+    g = self.forget_gate(a, sequences) if of_channels else _decay(self, a, sequences)
     mixed = self.conv1d(qkv, sequences, record)
-    mixed, beta, a = map(sequences.pack, (mixed, beta, a))
-    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
-    q, k = (t.unflatten(-1, (self.num_k_heads, self.head_k_dim)) for t in (q, k))
-    v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+    mixed, beta, g = map(sequences.pack, (mixed, beta, g))
+    (heads, v_heads), (key, value) = _heads_of(self)
+    q, k, v = mixed.split([heads * key, heads * key, v_heads * value], -1)
+    q, k = (t.unflatten(-1, (heads, key)) for t in (q, k))
+    v = v.unflatten(-1, (v_heads, value))
     q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
-    parameters = self.A_log, self.dt_bias
-    into = (main_grad_of(self, parameter) for parameter in parameters)
-    g = op_gate.decay_gate(a, *parameters, sequences.offsets, *into, None)
     operands, options = (q, k, v, g, beta), {"cu_seqlens": sequences.offsets}
     if record is not None:
         return sequences.unpack(record[0].gated_delta_rule(*operands, **options))
-    out, _ = linear_attn.chunk_gated_delta_rule(*operands, **options)
-    return sequences.unpack(out)
+    rule = linear_attn.chunk_kda if of_channels else linear_attn.chunk_gated_delta_rule
+    return sequences.unpack(rule(*operands, **options)[0])
+
+
+def _heads_of(self: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(H of q and k, HV), (K, V) of a delta rule."""
+    if mixer_of(user_class(self)).kind == KDA:
+        return (self.num_heads,) * 2, (self.head_dim,) * 2
+    return (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
+
+
+def _decay(self: nn.Module, a: torch.Tensor, sequences: packs.Sequences) -> torch.Tensor:
+    """The logs of the decays [B, T, ...] by parameters of a module; 0 of padding."""
+    parameters = self.A_log, self.dt_bias
+    into = [main_grad_of(self, parameter) for parameter in parameters]
+    A_log, of_A_log = (None if t is None else t.flatten() for t in (self.A_log, into[0]))
+    operands = sequences.pack(a), A_log, self.dt_bias, sequences.offsets
+    return sequences.unpack(op_gate.decay_gate(*operands, of_A_log, into[1], None))
+
+
+def forget_gate(self, hidden_states: torch.Tensor, sequences: packs.Sequences) -> torch.Tensor:
+    """g = -e^A_log softplus(f_b(f_a(x)) + dt_bias), [B, T, H, K]; 0 of padding."""
+    a = self.f_b_proj(self.f_a_proj(hidden_states)).unflatten(-1, (self.num_heads, self.head_dim))
+    return _decay(self, a, sequences)
 
 
 def mamba2_mixer(
@@ -540,9 +581,9 @@ def _mixed_behind(
 
     def new_record(slots: int, drafts: int) -> LinearAttentionCache:
         kind = mixer_of(user_class(self)).kind
-        if kind == DELTA_NET:
-            make, heads = LinearAttentionCache, (self.num_k_heads, self.num_v_heads)
-            sizes = self.head_k_dim, self.head_v_dim
+        if kind in (DELTA_NET, KDA):
+            make = LinearAttentionCache if kind == DELTA_NET else LinearAttentionCache.of_kda
+            heads, sizes = _heads_of(self)
         elif kind == MAMBA2:
             make, heads = LinearAttentionCache.of_mamba2, (self.n_groups, self.num_heads)
             sizes = self.ssm_state_size, self.head_dim
