@@ -166,7 +166,19 @@ def large_steps(launch) -> None:
     assert not got.x[5::9].any()
 
 
+def steep(launch) -> None:
+    """Decays of e^-10 overflow nothing in chunks that are not whole."""
+    given = PACK._replace(lengths=(190,), softplus=False, bias=False, gate=False, limit=(0.0, INF))
+    o = operands(given)
+    o = o._replace(dt=torch.ones_like(o.dt), A=torch.full_like(o.A, -10.0))
+    got = backward(launch, given, o, saved_by(given, o))
+    want = backward(cpu_ssd, given, o, forward(cpu_ssd, given, o))
+    for name in ("x", "B", "C", "dt"):
+        assert error(getattr(got, name), getattr(want, name)) < 1e-2, name
+
+
 GRADIENTS = [
+    case(INTERPRETER, steep),
     *(case(engine, gradients, given) for engine in (SM90, INTERPRETER) for given in (PACK, BATCH)),
     *(case(engine, large_steps) for engine in (SM90, INTERPRETER)),
     *(case(CARD, gradients, wide(given)) for given in (PACK, BATCH)),
@@ -183,6 +195,14 @@ def test_backward(engine, check, options):
 
 
 GRADIENT_MUTANTS = {
+    "weights_behind_the_last_row": (
+        steep, ("scores = tl.where(inside[None, :] & (i[None, :]", "scores = tl.where((i[None, :]"),
+    ),
+    "decays_behind_the_last_row": (
+        steep, ("near = head * N + tl.minimum(row, end - 1)", "near = head * N + row"),
+        ("decay = tl.load(decay_ptr + near, mask=start < end, other=0.0)",
+         "decay = tl.load(decay_ptr + near, mask=inside, other=0.0)"),
+    ),
     "the_first_head": (
         gradients,
         ("at = state_at(slot, head, n, H, P, STATE)\n        s = tl.load",

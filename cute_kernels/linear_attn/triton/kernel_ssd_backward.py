@@ -170,7 +170,9 @@ def row_gradient_kernel(
     dC = tl.zeros([ROWS, STATE], tl.float32)
     for member in range(GROUP):
         head = group * GROUP + member
-        decay = gates_at(decay_ptr, row, head * N, 1, inside)
+        # Of rows behind the last one its decay: no weight is inf.
+        near = head * N + tl.minimum(row, end - 1)
+        decay = tl.load(decay_ptr + near, mask=start < end, other=0.0)
         dy = rows_at(dy_ptr, row, head, p, d_row, d_head, inside)
         at = state_at(slot, head, n, H, P, STATE)
         s = tl.load(states_ptr + at, mask=start < end, other=0.0)
@@ -207,7 +209,9 @@ def _column_half(
     later = gates_at(decay_ptr, row, head * N, 1, inside)
     weight = tl.exp2(later[None, :] - decay[:, None]) * step[:, None]
     bc = product(b, tl.trans(c), tl.zeros(weight.shape, tl.float32), UPCAST)
-    scores = tl.where(i[None, :] >= j[:, None], bc * weight, 0.0).to(tl.bfloat16)
+    # Rows behind the last one have no decay: its weight may be inf.
+    scores = tl.where(inside[None, :] & (i[None, :] >= j[:, None]), bc * weight, 0.0)
+    scores = scores.to(tl.bfloat16)
     return product(scores, rows_at(dy_ptr, row, head, p, d_row, d_head, inside), acc, UPCAST)
 
 
