@@ -48,7 +48,6 @@ SYSTEMS = (
             "selective_scan": "selective_scan",
             "gated_rms_norm": "gated_norm",
         },
-        launcher=None,
         perf="linear_attn",
         modules=("op", "op_delta", "op_gate", "op_ssd", "op_selective", "op_gated_norm"),
     ),

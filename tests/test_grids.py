@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels.linear_attn.config import DELTA_SIZES, MAX_HEADS
 from cute_kernels.mhc import config as mhc
 from cute_kernels.moe import config as moe
 from cute_kernels.sparse_attn.paged import launch as paged
@@ -58,6 +59,14 @@ BOUNDS = {
     "(self.config.value_dim // columns, mV.shape[2], rows.mO.shape[0])": _shared_keys,
     "(*self.cluster, clusters)": lambda: SMS,
     "(1, 1, ctas)": lambda: SMS,
+    # v heads, and parts of V.
+    **dict.fromkeys(
+        (
+            f"(mOffsets.shape[0] - 1, {v}.shape[1], {v}.shape[2] // COLUMNS)"
+            for v in ("mV", "mDout")
+        ),
+        lambda: max(MAX_HEADS, DELTA_SIZES[1] // 64),
+    ),
     "(cute.ceil_div(mInto.shape[0], COLUMNS), 1 + self.pair, 1)": lambda: 2,
     # Columns of phi, and the warps of a CTA.
     "(cute.ceil_div(size, self.threads), rows, 1)": lambda: mhc.mappings(max(mhc.STREAMS)) + 32,
@@ -105,7 +114,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _wide_launches() -> dict[str, tuple[int, ...]]:
     """Grids of two dimensions at the largest sizes that the checks take."""
     from cute_kernels.linear_attn import op_delta, op_selective, op_ssd
-    from cute_kernels.linear_attn.config import MAX_CHANNELS, MAX_HEADS
+    from cute_kernels.linear_attn.config import MAX_CHANNELS
     from cute_kernels.linear_attn.tensors import (
         Conv,
         ConvGradients,
@@ -165,7 +174,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta.delta_rule(*by_channel, v[0], None, saved)
         gradients = DeltaGradients(*[None] * 6)
         delta_backward.delta_rule_backward(v[0], None, *by_channel, saved, gradients)
-        record = DeltaRecord((v,) * 5, decay, decay, 64, 0)
+        record = DeltaRecord((v,) * 5, (v,) * 3, *(decay,) * 3, 64, 0)
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]
         scan = StateSpace(x[0], decay, A, v[0], v[0], x[0, 0], None, A, None), rule[1]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arch import TRITON
+from ..arch import CPU
 from ..errors import ArgumentValueError, DtypeError, expected
 from ..runtime import checking, dispatch
 from . import checks, op_delta, op_selective, op_ssd
@@ -105,6 +105,7 @@ class LayerCache:
     """
 
     chunk: int
+    _names: tuple[str, ...] = ("state", "grid", "length", "conv_length", "spare")
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class LayerCache:
                 raise DtypeError(expected("rows", want, given.dtype))
         slot = self._slots(pieces, slots)
         base, start = self.grid[slot], self.length[slot]
+        self._goes_on(slot, start)
         opened = start - base
         offsets = torch.nn.functional.pad((opened + pieces.count).cumsum(0), (1, 0))
 
@@ -215,6 +217,9 @@ class LayerCache:
         at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
         return out[0][at].unflatten(0, (batch, length))  # 0 of rows behind the pack
 
+    def _goes_on(self, slot: torch.Tensor, start: torch.Tensor) -> None:
+        """Let rows from ``start`` on be others than they were."""
+
     def _appended(self, slot: torch.Tensor, count: torch.Tensor) -> None:
         """Let new rows be dropped, and old ones that still could be, up to ``drafts``."""
         if self.drafts:
@@ -223,8 +228,9 @@ class LayerCache:
     def _select(self, slots: torch.Tensor, drafts: int) -> LayerCache:
         new = copy.copy(self)
         new.drafts = drafts
-        new.state, new.grid, new.length, new.conv_length, spare = (t[slots] for t in self._each())
-        new.spare = spare * 0
+        for name, t in zip(self._names, self._each(), strict=True):
+            setattr(new, name, t[slots])
+        new.spare = new.spare * 0
         # Rows that could be dropped are still behind the state.
         rows = max(self._ring_rows(drafts), self._kept[0].rows)
         new._kept = [ring.select(slots, rows, new.length) for ring in self._kept]
@@ -258,24 +264,45 @@ class LayerCache:
         return slots.long()
 
     def _each(self) -> list[torch.Tensor]:
-        return [self.state, self.grid, self.length, self.conv_length, self.spare]
+        return [getattr(self, name) for name in self._names]
 
     def _rings(self) -> list[_Ring]:
         return [*self._kept, self._conv]
 
 
 class DeltaRuleCache(LayerCache):
-    """The record of a layer of the gated delta rule: a state [HV, K, V], and k, v, g, beta."""
+    """The record of a layer of the gated delta rule: a state [HV, K, V], and k, v, g, beta.
+
+    On a GPU it has, of rows before ``made`` [slots], also what steps make of them: see
+    `DeltaRecord`.
+    """
 
     chunk = DELTA_CHUNK
     #: Whether gates are by channel: Kimi delta attention.
     channels = False
+    _names = (*LayerCache._names, "made")
 
     def __init__(self, slots: int, heads: tuple[int, int], sizes: tuple[int, int], **others):
         (k_heads, v_heads), (k, v), dtype = heads, sizes, others["dtype"]
         of_g = ((v_heads, k) if self.channels else (v_heads,)), torch.float32
         rows = ((k_heads, k), dtype), ((v_heads, v), dtype), of_g, ((v_heads,), torch.float32)
         super().__init__(slots, (v_heads, k, v), rows, **others)
+        self.made = torch.zeros_like(self.length)
+        shapes = ((v_heads, v), (v_heads, v), (v_heads, DELTA_CHUNK)) if self.made.is_cuda else ()
+        size = slots, self._ring_rows(self.drafts)
+        self._derived = [_Ring(*size, shape, dtype, self.made.device) for shape in shapes]
+
+    def _goes_on(self, slot: torch.Tensor, start: torch.Tensor) -> None:
+        self.made[slot] = torch.minimum(self.made[slot], start)
+
+    def _rings(self) -> list[_Ring]:
+        return super()._rings() + self._derived
+
+    def _select(self, slots: torch.Tensor, drafts: int) -> LayerCache:
+        new = super()._select(slots, drafts)
+        size = self._ring_rows(drafts)
+        new._derived = [ring.select(slots, size, new.length) for ring in self._derived]
+        return new
 
     @torch.no_grad()
     def gated_delta_rule(
@@ -313,7 +340,7 @@ class DeltaRuleCache(LayerCache):
 
     def _is_step(self, q: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether new rows find room beside the old ones: one launch does it all, on a GPU."""
-        on_gpu = op_delta.backend(v.device, v.dtype) == TRITON and not self.channels
+        on_gpu = op_delta.backend(v.device, v.dtype) != CPU and not self.channels
         return on_gpu and q.dtype == self._kept[0].data.dtype and v.shape[1] <= self.drafts + 1
 
     def _step(
@@ -328,7 +355,10 @@ class DeltaRuleCache(LayerCache):
         self._check("v", v, cu_seqlens, slots)
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         tensors = self.state, *(ring.data for ring in self._kept)
-        record = DeltaRecord(tensors, self.grid, self.length, self._kept[0].rows, self.drafts)
+        record = DeltaRecord(
+            tensors, tuple(ring.data for ring in self._derived), self.grid, self.length, self.made,
+            self._kept[0].rows, self.drafts,
+        )  # fmt: skip
         dispatch.launcher("gated_delta_step", v.device, v.dtype)(
             DeltaRule(*(t.flatten(0, 1) for t in operands[:5]), None),
             v.shape[1],
@@ -462,9 +492,10 @@ class LinearAttentionCache:
     those of `of_mamba2` ``mamba_chunk_scan_combined``, and those of `of_mamba` ``selective_scan``:
     a channel is a head of P = 1, and its state is behind the last row that cannot be dropped.
 
-    Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of (H K + HV V) elements
-    and 8 HV bytes, 4 HV (K + 1) of `of_kda`; taps - 1 + drafts rows of the convolution's channels.
-    Of Mamba-2 4 H P N bytes; 128 + 2 drafts rows of (G N + H P) elements and 4 H bytes.
+    Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of H K + HV V elements,
+    on a GPU HV (2 V + 64) more, and 8 HV bytes, 4 HV (K + 1) of `of_kda`; taps - 1 + drafts rows of
+    the convolution's channels.  Of Mamba-2 4 H P N bytes; 128 + 2 drafts rows of G N + H P elements
+    and 4 H bytes.
 
     Guarantees: as `chunk_gated_delta_rule`, `mamba_chunk_scan_combined`, `selective_scan` and
     `causal_conv1d_fn`, whose bytes the rows have.

@@ -8,6 +8,7 @@ and chunks are added one by one, sequences and chunks ascending.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -53,12 +54,34 @@ L2NORM_EPS = 1e-6
 #: softplus(x) is x above it, as torch has it.
 SOFTPLUS_LINEAR = 20.0
 
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """One compiled kernel of the delta rule on SM90.
+
+    keys: K; beta: dtype; initial, final: whether states come in and go out; stages: chunks whose
+    loads are under way.
+    """
+
+    keys: int
+    beta: str
+    initial: bool
+    final: bool
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class DeltaGradientConfig(DeltaConfig):
+    """One of its backward: whether gradients of states go out and come in."""
+
+
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
-#: Backend -> what the convolution, the delta rule and the state space scan keep.
+#: Backend -> what the convolution and the scans keep, and what the delta rule does.
 KEPT: Mapping[str, frozenset[str]] = {
     arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
     arch.CPU: _KEPT,
 }
+DELTA_KEPT = {arch.CUTE_SM90: _KEPT | {SCHEDULE_INVARIANT}, **KEPT}
 
 
 def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
@@ -102,8 +125,8 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
         return common | {"order": order} | _arithmetic(backend, device)
     order = (
         "decays 2^(G_i - G_j) of sums G, neighbours first; A = (I + L)^-1 by rows of diagonal "
-        "blocks, then pairs of blocks in two bf16 terms; u = A r, P u on q S, the update of S "
-        "from zero"
+        "blocks, then block by block; u = A r, P u on q S, the update of S "
+        "from zero, of k and of u times its decay to the chunk's end"
     )
     products = "bf16 operands, fp32 accumulators, ascending k"
     return common | _arithmetic(backend, device) | {

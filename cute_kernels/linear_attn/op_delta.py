@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arch import CPU, TRITON
+from ..arch import CPU, CUTE_SM90, TRITON
 from ..errors import UnsupportedTransformError
 from ..runtime import checking, dispatch
 from ..runtime.dispatch import Implementation
@@ -26,22 +26,21 @@ from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
 _ENTRY, _OF_CHANNELS = "gated_delta_rule", "kda"
 #: Entry -> its public function.
 _PUBLIC = {_ENTRY: "chunk_gated_delta_rule", _OF_CHANNELS: "chunk_kda"}
+_ON_GPUS = frozenset({torch.bfloat16})
 
 for _end, _function in (("", "delta_rule"), ("_backward", "delta_rule_backward")):
     _on_cpu = Implementation(f"{__package__}.cpu_delta:{_function}", dispatch.FLOATS)
-    _on_gpu = Implementation(
-        f"{__package__}.triton.delta{_end}:{_function}", frozenset({torch.bfloat16})
-    )
-    for _entry, _contract in _PUBLIC.items():
-        dispatch.register(f"{_entry}{_end}", {TRITON: _on_gpu, CPU: _on_cpu}, contract=_contract)
+    _backends = {
+        TRITON: Implementation(f"{__package__}.triton.delta{_end}:{_function}", _ON_GPUS),
+        CPU: _on_cpu,
+    }
+    _on_sm90 = {CUTE_SM90: Implementation(f"{__package__}.launch:{_function}", _ON_GPUS)}
+    dispatch.register(f"{_ENTRY}{_end}", _on_sm90 | _backends, contract=_PUBLIC[_ENTRY])
+    dispatch.register(f"{_OF_CHANNELS}{_end}", _backends, contract=_PUBLIC[_OF_CHANNELS])
 
 dispatch.register(
     "gated_delta_step",
-    {
-        TRITON: Implementation(
-            f"{__package__}.triton.delta_step:delta_step", frozenset({torch.bfloat16})
-        )
-    },
+    {TRITON: Implementation(f"{__package__}.triton.delta_step:delta_step", _ON_GPUS)},
     contract="chunk_gated_delta_rule",
 )
 
@@ -51,11 +50,16 @@ def backend(device: torch.device, dtype: torch.dtype, entry: str = _ENTRY) -> st
     return dispatch.backend(entry, device, dtype)
 
 
-for _names, _facts, _entry in (
-    (("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), config.delta_facts, _ENTRY),
-    (("chunk_kda", "fused_recurrent_kda"), config.kda_facts, _OF_CHANNELS),
+for _names, _kept, _facts, _entry in (
+    (
+        ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+        config.DELTA_KEPT,
+        config.delta_facts,
+        _ENTRY,
+    ),
+    (("chunk_kda", "fused_recurrent_kda"), config.KEPT, config.kda_facts, _OF_CHANNELS),
 ):
-    dispatch.register_contracts(_names, config.KEPT, _facts, _entry)
+    dispatch.register_contracts(_names, _kept, _facts, _entry)
 
 
 def entry_of(g: torch.Tensor) -> str:

@@ -84,12 +84,16 @@ class DeltaRecord(NamedTuple):
     """What a cache keeps of sequences; `triton.delta_step.delta_step` writes all of it.
 
     tensors: state [slots, HV, K, V], fp32, and the rings of k, v, g, beta, [slots R + 1, H, ...].
-    grid, length: [slots], int64.  rows: R.  drafts: Last rows that may yet be dropped.
+    derived: Those of r and u [slots R + 1, HV, V] and of rows of A [slots R + 1, HV, 64], bf16.
+    grid, length, made: [slots], int64; made: rows before it are in the derived rings.  rows: R.
+    drafts: Last rows that may yet be dropped.
     """
 
     tensors: tuple[torch.Tensor, ...]
+    derived: tuple[torch.Tensor, ...]
     grid: torch.Tensor
     length: torch.Tensor
+    made: torch.Tensor
     rows: int
     drafts: int
 

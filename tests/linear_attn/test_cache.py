@@ -250,8 +250,7 @@ MUTANTS = {
     "short_rings": ("fewer drafts", "max(self._ring_rows(drafts), self._kept[0].rows)",
                     "self._ring_rows(drafts)"),
     "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
-    "states_stay": ("copies", "[self.state, self.grid, self.length",
-                    "[self.grid, self.length"),
+    "states_stay": ("copies", '("state", "grid", "length"', '("grid", "length"'),
 }  # fmt: skip
 
 

@@ -191,24 +191,23 @@ def test_forward_of_kda(engine, check, options):
 
 #: Each changes a byte of the written order, or reads what is not there.
 MUTANTS = {
-    "ties_to_even": (
+    "ties_away": (
         predicted,
-        ("return ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)",
-         "return s.to(tl.bfloat16)"),
+        ("s_hat = s.to(tl.bfloat16)",
+         "s_hat = ((s.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)"
+         ".to(tl.bfloat16)"),
     ),
     "the_update_on_the_state": (
         predicted,
-        ("update = product(tl.trans(weighted), u, tl.zeros(s.shape, tl.float32), UPCAST) + 0.0",
-         "update = product(tl.trans(weighted), u, s * tl.exp2(whole), UPCAST)"),
+        ("update = product(tl.trans(k), weighted, tl.zeros(s.shape, tl.float32), UPCAST)",
+         "update = product(tl.trans(k), weighted, s * tl.exp2(whole), UPCAST)"),
         ("return tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)", "return update"),
     ),
-    "one_term": (
+    "two_blocks_alone": (predicted, ("for b in tl.static_range(1, _BLOCKS)",
+                                     "for b in tl.static_range(1, 2)")),
+    "earlier_blocks_of_T": (
         predicted,
-        ("    acc = product(a_low, b_high, acc, UPCAST)\n"
-         "    acc = product(a_high, b_low, acc, UPCAST)\n", ""),
-    ),
-    "pairs_of_blocks_alone": (
-        predicted, ("    t = _merged(t, lower, 2 * BLOCK, UPCAST)\n", ""),
+        ("rest = unit - product(lower, a, zero", "rest = unit - product(lower, t, zero"),
     ),
     "rows_behind": (
         pack_is_alone,

@@ -40,9 +40,10 @@ def record(given: Case = CASE, drafts: int = DRAFTS, poison: float = float("nan"
     state = torch.full((SLOTS, heads, k, v), poison)
     state[:2] = 0
     shapes = ((k_heads, k), BF16), ((heads, v), BF16), ((heads,), FP32), ((heads,), FP32)
-    rings = (torch.full((SLOTS * rows + 1, *s), poison, dtype=t) for s, t in shapes)
-    counters = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
-    return DeltaRecord((state, *rings), *counters, rows, drafts)
+    shapes += ((heads, v), BF16), ((heads, v), BF16), ((heads, 64), BF16)
+    rings = [torch.full((SLOTS * rows + 1, *s), poison, dtype=t) for s, t in shapes]
+    counters = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(3))
+    return DeltaRecord((state, *rings[:4]), tuple(rings[4:]), *counters, rows, drafts)
 
 
 def slow(seed: int = 0, given: Case = CASE) -> DeltaRule:
@@ -140,6 +141,19 @@ MUTANTS = {
                       "grid_ptr + slot)\n    opened"),
     "keys_of_no_head": ("if head % GROUP == 0:", "if head % GROUP == GROUP:"),
     "grid_stays": ("tl.store(grid_ptr + slot, base + moved)", "tl.store(grid_ptr + slot, base)"),
+    "dropped_rows_are_made": (
+        "tl.minimum(tl.maximum(tl.load(made_ptr + slot) - base, 0), opened)",
+        "tl.maximum(tl.load(made_ptr + slot) - base, 0)",
+    ),
+    "nothing_of_blocks_before": (
+        "u = product(tl.where(before[None, :], a, zero), r_before, narrow, UPCAST)", "u = narrow",
+    ),
+    "blocks_behind_count": (
+        "r_before = _ring_rows(r_ring_ptr, place, head, HV, V, columns, before)",
+        "r_before = _ring_rows(r_ring_ptr, place, head, HV, V, columns, there)",
+    ),
+    "a_block_alone": ("    rest = (unit - product(lower, before, wide, UPCAST))",
+                      "    rest = (unit - wide)"),
     "old_rows_are_new": ("    return tl.where(old[:, None], kept, given)",
                          "    return given"),
 }  # fmt: skip

@@ -37,7 +37,7 @@ GATED_NORM = Runner(
 DELTA = Runner(
     package,
     {
-        "inner_kernel": ("decay_ptr", "inner_ptr"),
+        "inner_kernel": ("decay_ptr", "inner_ptr", "scores_ptr"),
         "chain_kernel": ("u_ptr", "states_ptr", "final_ptr"),
         "output_kernel": ("out_ptr", "u_ptr", "states_ptr"),
     },
@@ -96,9 +96,12 @@ DELTA_STEP = Runner(
             "v_ring_ptr",
             "g_ring_ptr",
             "beta_ring_ptr",
+            "r_ring_ptr",
+            "u_ring_ptr",
+            "inner_ring_ptr",
             "out_ptr",
         ),
-        "advance_kernel": ("grid_ptr", "length_ptr"),
+        "advance_kernel": ("grid_ptr", "length_ptr", "made_ptr"),
     },
     files=("kernel", "kernel_delta", "kernel_delta_step", "delta", "delta_step"),
 )

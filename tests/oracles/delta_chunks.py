@@ -44,7 +44,8 @@ class Inside(NamedTuple):
     """What rows of a chunk make of the state.
 
     lower, p: L and P [64, 64], before their rounding.  q, k: Rows that read the state.  read,
-    kept: Factors of what is read with q, and with k.  weighted: Rows that update it.  whole: G_C.
+    kept: Factors of what is read with q, and with k.  weighted, to_end: Rows that update it, and
+    factors of u then.  whole: G_C.
     """
 
     lower: torch.Tensor
@@ -54,6 +55,7 @@ class Inside(NamedTuple):
     read: torch.Tensor | float
     kept: torch.Tensor | float
     weighted: torch.Tensor
+    to_end: torch.Tensor | float
     whole: torch.Tensor
 
 
@@ -65,10 +67,10 @@ def of_heads(q, k, g, beta, scale, count) -> Inside:
     decay = steps[:, 0]
     grown, last = decay.exp2()[:, None], decay[count - 1]
     weight = (decay[:, None] - decay).exp2()
-    weighted = (k.float() * (last - decay).exp2()[:, None]).to(BF16)
     lower = beta[:, None] * chain(k, k) * weight
     p = chain(q, k) * (weight * scale)
-    return Inside(lower, p, q, k, grown * scale, grown, weighted, last)
+    to_end = (last - decay).exp2()[:, None]
+    return Inside(lower, p, q, k, grown * scale, grown, k.clone(), to_end, last)
 
 
 def running_sums(rows: torch.Tensor) -> torch.Tensor:
@@ -101,7 +103,7 @@ def of_channels(q, k, g, beta, scale, count) -> Inside:
         (t.float() * factor).to(BF16)
         for t, factor in ((q, grown * scale), (k, grown), (k, (last - decay).exp2()))
     )
-    return Inside(beta[:, None] * kk, qk * scale, q, keys, 1.0, 1.0, weighted, last[:, None])
+    return Inside(beta[:, None] * kk, qk * scale, q, keys, 1.0, 1.0, weighted, 1.0, last[:, None])
 
 
 def _chunk(q, k, v, g, beta, state, scale):
@@ -111,46 +113,32 @@ def _chunk(q, k, v, g, beta, state, scale):
     after = (0, 0) * (g.dim() - 1) + (0, CHUNK - count)
     g, beta = torch.nn.functional.pad(g * log2e, after), torch.nn.functional.pad(beta, after[-2:])
     made = (of_heads if g.dim() == 1 else of_channels)(q, k, g, beta, scale, count)
-    i, high = torch.arange(CHUNK), upper_plane(state).mT.contiguous()  # [V, K]
+    i, high = torch.arange(CHUNK), state.to(BF16).mT.contiguous()  # [V, K]
     lower = torch.where(i[:, None] > i, made.lower, 0.0)
     rest = beta[:, None] * fma(-made.kept, chain(made.k, high), v.float())
-    r = (rest + 0.0).to(BF16)
+    r = rest.to(BF16)
     r[count:] = 0
-    u = (chain(_inverse(lower).to(BF16), r.mT.contiguous()) + 0.0).to(BF16)
+    u = chain(_inverse(lower), r.mT.contiguous()) + 0.0
     u[count:] = 0
-    columns = u.mT.contiguous()
+    columns = u.to(BF16).mT.contiguous()
     p = torch.where(i[:, None] >= i, made.p, 0.0).to(BF16)
     out = chain(p, columns, chain(made.q, high) * made.read) + 0.0
     made.weighted[count:] = 0
-    update = chain(made.weighted.mT.contiguous(), columns) + 0.0
+    weighted = (u * made.to_end).to(BF16).mT.contiguous()
+    update = chain(made.weighted.mT.contiguous(), weighted)
     return out[:count].to(BF16), fma(made.whole.exp2(), state, update)
 
 
-def upper_plane(state: torch.Tensor) -> torch.Tensor:
-    bits = (state.view(torch.int32) + 0x8000) >> 16
-    return bits.to(torch.int16).view(BF16)
-
-
 def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """(I + L)⁻¹: blocks of 16 rows by forward substitution, then pairs of blocks."""
-    t, block = torch.eye(CHUNK), torch.arange(CHUNK) // BLOCK
+    """(I + L)⁻¹ in bf16: blocks of 16 rows by substitution, then one block after another."""
+    t, unit = torch.eye(CHUNK), torch.eye(CHUNK)
     for i in range(CHUNK):
         for m in range(i // BLOCK * BLOCK, i):
             t[i] = fma(-lower[i, m], t[m], t[i])
-    while block.max() > 0:
-        between = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
-        right = _product(torch.where(between, lower, 0.0), t, torch.zeros_like(t))
-        t, block = _product(t, -right, t), block // 2
-    return t + 0.0
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
-    """acc + a b of operands in two bf16 terms, small products first."""
-    (a_high, a_low), (b_high, b_low) = _terms(a), _terms(b.mT.contiguous())
-    acc = chain(a_low, b_high, acc)
-    return chain(a_high, b_high, chain(a_high, b_low, acc))
-
-
-def _terms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high = x.to(BF16)
-    return high, (x - high.float()).to(BF16)
+    t = t.to(BF16)
+    a = t.clone()
+    for first in range(BLOCK, CHUNK, BLOCK):
+        own, before = slice(first, first + BLOCK), slice(0, first)
+        rest = unit[own] - chain(lower[own, before].to(BF16), a[before].mT.contiguous())
+        a[own] = chain(t[own, own].contiguous(), rest.to(BF16).mT.contiguous()).to(BF16)
+    return a

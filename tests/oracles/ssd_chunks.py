@@ -6,10 +6,9 @@ import torch
 
 from cute_kernels.cpu import elementary
 from perf.probes.truncation import chain
-from tests.oracles.delta_chunks import fma, upper_plane
+from tests.oracles.delta_chunks import BF16, fma
 
 CHUNK = 128
-BF16 = torch.bfloat16
 
 
 def state_space(
@@ -53,7 +52,7 @@ def _chunk(x, dt, rate, B, C, D, state):
     i = torch.arange(CHUNK)
     weight = (decay[:, None] - decay).exp2() * dt
     p = torch.where(i[:, None] >= i, chain(C, B) * weight, 0.0).to(BF16)
-    high = upper_plane(state)
+    high = state.to(BF16)
     columns = x.mT.contiguous()
     y = chain(p, columns, chain(C, high) * decay.exp2()[:, None]) + 0.0
     if D is not None:

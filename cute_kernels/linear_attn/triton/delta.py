@@ -48,10 +48,7 @@ def delta_rule(
             rows = decayed_rows(kernels, operands, sequences, scale, saved.decay, inside, interpret)
             (q, k, weighted), scale = rows, 1.0
         else:
-            kernels.inner_kernel[(slots, heads)](
-                k, g, beta, offsets, saved.decay, saved.inner, *sizes, *k.stride()[:2],
-                **common_of(k, v, interpret), num_warps=TRITON.delta_warps,
-            )  # fmt: skip
+            inside_chunks(operands, sequences, scale, saved, None, interpret=interpret)
         common = {"V": values, "CHANNELS": weighted is not None, **common_of(k, v, interpret)}
         common["num_warps"] = TRITON.delta_warps
         kernels.chain_kernel[(sequences.count, heads, values // chain)](
@@ -63,6 +60,25 @@ def delta_rule(
         kernels.output_kernel[(slots, heads, values // output)](
             q, k, saved.u, saved.decay, saved.scores, saved.states, offsets, out,
             *sizes, scale, *q.stride()[:2], *k.stride()[:2], COLUMNS=output, **common,
+        )  # fmt: skip
+
+
+def inside_chunks(
+    operands: DeltaRule,
+    sequences: Sequences,
+    scale: float,
+    saved: DeltaSaved,
+    scores: torch.Tensor | None,
+    *,
+    interpret: bool = False,
+) -> None:
+    """Write what chunks need of themselves: G and A to ``saved``, P to ``scores`` [N, HV, 64]."""
+    q, k, v, g, beta, _ = operands
+    with torch.cuda.device(v.device):
+        kernels.inner_kernel[(sequences.slots(DELTA_CHUNK), v.shape[1])](
+            q, k, g, beta, sequences.offsets, saved.decay, saved.inner, scores,
+            *sizes_of(sequences), scale, *q.stride()[:2], *k.stride()[:2],
+            **common_of(k, v, interpret), num_warps=TRITON.delta_warps,
         )  # fmt: skip
 
 

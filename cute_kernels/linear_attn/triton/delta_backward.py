@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from ...log import contiguous
@@ -10,6 +13,25 @@ from ..tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
 from . import kernel_kda_backward as kernels
 from .delta import FUSION, NAME, common_of, decayed_rows, loadable, sizes_of
 from .plan import TRITON
+
+
+class Links(NamedTuple):
+    """What the chunks of a sequence hand on: operands as rows, and gradients of states.
+
+    d_out, du: Of o, and of u by a chunk alone.  q, k, weighted: k to a chunk's end; of gates by
+    channel all with their decays, else q and k, and None.  d_final: Of the last states, or None.
+    dr: To be written, as d_states [slots, HV, K, V], behind each chunk, and d_initial, or None.
+    """
+
+    d_out: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    weighted: torch.Tensor | None
+    du: torch.Tensor
+    d_final: torch.Tensor | None
+    dr: torch.Tensor
+    d_states: torch.Tensor
+    d_initial: torch.Tensor | None
 
 
 def delta_rule_backward(
@@ -24,13 +46,27 @@ def delta_rule_backward(
     interpret: bool = False,
 ) -> None:
     """Triton implementation of `cpu_delta.delta_rule_backward`."""
-    operands = loadable(operands)
+    slopes = d_out, d_final
+    go_back(slopes, operands, sequences, scale, saved, gradients, _chain, interpret)
+
+
+def go_back(
+    slopes: tuple[torch.Tensor, torch.Tensor | None],
+    operands: DeltaRule,
+    sequences: Sequences,
+    scale: float,
+    saved: DeltaSaved,
+    gradients: DeltaGradients,
+    walk: Callable,
+    interpret: bool,
+) -> None:
+    """`delta_rule_backward` of gradients of o and of the last states; ``walk``: as `_chain`."""
+    (d_out, d_final), operands = slopes, loadable(operands)
     q, k, v, g, beta, _ = operands
     d_out = d_out if d_out.stride(2) == 1 else contiguous(NAME, "d_out", d_out, "no gaps")
     d_final = None if d_final is None else contiguous(NAME, "d_final", d_final, "no gaps")
     (heads, values), channels = v.shape[1:], g.dim() == 3
     sizes, slots, offsets = sizes_of(sequences), sequences.slots(DELTA_CHUNK), sequences.offsets
-    columns = min(values, TRITON.chain_columns)
     du, dr = torch.empty_like(saved.u), torch.empty_like(saved.u)
     d_states = torch.empty_like(saved.states)
     # What nobody needs has a place all the same: the kernels make all of it.
@@ -58,13 +94,9 @@ def delta_rule_backward(
             d_out, *rows[:2], saved.decay, saved.scores, offsets, du, *sizes, scale, *strides,
             **common, num_warps=TRITON.delta_warps,
         )  # fmt: skip
+        links = Links(d_out, *rows, du, d_final, dr, d_states, gradients.initial)
         # Decayed rows of q have the scale in them.
-        kernels.chain_gradient_kernel[(sequences.count, heads, values // columns)](
-            d_out, *rows[:2], beta, saved.decay, rows[2], saved.inner, du, d_final, offsets,
-            dr, d_states, gradients.initial, sequences.length, 1.0 if channels else scale, *strides,
-            COLUMNS=columns, **common, num_warps=TRITON.delta_warps,
-            num_stages=TRITON.chain_stages,
-        )  # fmt: skip
+        walk(links, beta, sequences, 1.0 if channels else scale, saved, common)
         kernels.scores_gradient_kernel[(slots, heads)](
             d_out, *rows[:2], v, beta, saved.decay, saved.u, dr, offsets, d1, d2, dv, d_decay,
             of_beta, *sizes, scale, *strides[:4], *v.stride()[:2], *strides[4:],
@@ -96,3 +128,22 @@ def delta_rule_backward(
             beta, saved.decay, d_decay, of_beta, of_q, of_z, of_u, of_states, offsets, dg, d_beta,
             *sizes, HV=heads, K=k.shape[2], PARTS=parts, **FUSION, num_warps=TRITON.delta_warps,
         )  # fmt: skip
+
+
+def _chain(
+    links: Links,
+    beta: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    saved: DeltaSaved,
+    common: dict[str, int | bool],
+) -> None:
+    """Write what links say, chunk after chunk."""
+    d_out, q, k, weighted, du, d_final, *written = links
+    (_, heads, values), columns = d_out.shape, min(d_out.shape[2], TRITON.chain_columns)
+    kernels.chain_gradient_kernel[(sequences.count, heads, values // columns)](
+        d_out, q, k, beta, saved.decay, weighted, saved.inner, du, d_final, sequences.offsets,
+        *written, sequences.length, scale, *(s for t in (q, k, d_out) for s in t.stride()[:2]),
+        COLUMNS=columns, **common,
+        num_warps=TRITON.delta_warps, num_stages=TRITON.gradient_stages,
+    )  # fmt: skip

@@ -35,13 +35,16 @@ def delta_step(
     g, beta = (contiguous(NAME, name, t, "no gaps") for name, t in (("g", g), ("beta", beta)))
     heads = v.shape[1]
     count = len(v) // length if offsets is None else len(offsets) - 1
-    places = offsets, slots, record.grid, record.length
+    places = offsets, slots, record.grid, record.length, record.made
+    values = v.shape[2]
+    columns = min(values, TRITON.step_columns)
     options = {"enable_fp_fusion": TRITON.fp_fusion}
     with torch.cuda.device(q.device):
-        kernels.step_kernel[(count, heads)](
-            q, k, v, g, beta, *places, *record.tensors, out, length, record.drafts, scale,
+        kernels.step_kernel[(count, heads, values // columns)](
+            q, k, v, g, beta, *places, *record.tensors, *record.derived, out, length,
+            record.drafts, scale,
             *(s for t in (q, k, v) for s in t.stride()[:2]),
-            R=record.rows, HV=heads, GROUP=heads // k.shape[1], K=k.shape[2], V=v.shape[2],
-            UPCAST=interpret, **options, num_warps=TRITON.step_warps,
+            R=record.rows, HV=heads, GROUP=heads // k.shape[1], K=k.shape[2], V=values,
+            COLUMNS=columns, UPCAST=interpret, **options, num_warps=TRITON.step_warps,
         )  # fmt: skip
         kernels.advance_kernel[(count,)](*places, length, record.drafts, **options, num_warps=1)

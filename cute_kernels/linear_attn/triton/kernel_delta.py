@@ -6,23 +6,23 @@ Kimi delta attention, with a decay of each of CHANNELS of k, has the last two: s
 
     inner_kernel   G and, of each chunk, A = (I + L)⁻¹:  L_ij = β_i (k_i·k_j) 2^(G_i - G_j), j < i
     chain_kernel   chunk after chunk: r_i = β_i (v_i - 2^G_i S^ᵀ k_i);  u = A r
-                   S' = 2^G_C S + Σ_j 2^(G_C - G_j) k_j u_jᵀ
+                   S' = 2^G_C S + Σ_j k_j (2^(G_C - G_j) u_j)ᵀ
     output_kernel  o_i = scale 2^G_i S^ᵀ q_i + Σ_{j≤i} P_ij u_j
                    P_ij = (q_i·k_j) 2^(G_i - G_j) scale
 
 Layouts.  Rows [N, H, K] or [N, H, V], neighbours of a head side by side; gates [N, HV]; inner
 [N, HV, 64], a row of A; states [slots, HV, K, V], the state before a chunk at its slot of
-`Sequences.slots(64)`; S^ is S rounded to bf16, ties away from zero.  k head h serves the HV / H v
+`Sequences.slots(64)`; S^ is S rounded to bf16.  k head h serves the HV / H v
 heads from h HV / H on.
 
 Order of sums.  A sequence's chunks of 64 rows begin at its first row.  g is in log2 units; G_i is
 the sum of the rows up to i, neighbours first, in a tree of 64 places that zeros fill.  Products
-have bf16 operands and ascending k16 steps into fp32.  A is made of its blocks of 16 rows on the
-diagonal, where row i is e_i - Σ_m L_im A_m, m ascending, one fma each; then of pairs of blocks,
-which have -T₂ L₂₁ T₁ below T₁ and T₂, and pairs of pairs, by products of operands in two bf16
-terms, without the smallest product.  u, P u and the update of S take k16 steps in ascending order;
-the update starts from zero and is added by one fma, P u starts from o's first term.  Rounded to
-bf16: S^, A, r, u, P, 2^(G_C - G_j) k_j, o.
+have bf16 operands and ascending k16 steps into fp32.  Blocks T_b on A's diagonal, of 16 rows, are
+made by rows: row i is e_i - Σ_m L_im T_m, m ascending, one fma each.  Then, b ascending, A_b =
+T_b (I_b - Σ_{s<b} L_bs A_s), I_b being rows of the unit matrix.  u, P u and the update of S take
+k16 steps in ascending order; the update starts from zero and is added by one fma, P u starts from
+o's first term; u and o get + 0.0, as steps of zeros make +0 of -0.  Rounded to bf16: S^, T, L
+between blocks, I_b - Σ L A, A, r, u, P, 2^(G_C - G_j) u_j of u before its rounding, o.
 
 No row meets a later one: those enter as zeros by selection.  (A NaN in a row may reach the rows
 before it in its chunk: 0 · NaN.)  Nothing is fused but `tl.fma`; nothing is atomic or autotuned;
@@ -42,8 +42,6 @@ CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
 _BLOCKS = tl.constexpr(4)
 _LOG2E = tl.constexpr(elementary.LOG2E_FP32[0])
-#: A NaN whose rounding is one.
-_NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
@@ -56,13 +54,6 @@ def product(a, b, acc, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc)
-
-
-@triton.jit
-def upper_plane(s):
-    """fp32 rounded to bf16, ties away from zero: with the lower 16 bits it gives s back."""
-    bits = tl.where(s != s, _NAN, s.to(tl.int32, bitcast=True))
-    return ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -116,30 +107,11 @@ def inverses(lower, BATCH: tl.constexpr):
 
 
 @triton.jit
-def two_terms(x):
-    """x as the sum of two bf16 numbers, the larger one first."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def product_of_terms(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a b of fp32 operands, in two bf16 terms each; small products first."""
-    a_high, a_low = two_terms(a)
-    b_high, b_low = two_terms(b)
-    acc = product(a_low, b_high, acc, UPCAST)
-    acc = product(a_high, b_low, acc, UPCAST)
-    return product(a_high, b_high, acc, UPCAST)
-
-
-@triton.jit
-def _merged(t, lower, SIZE: tl.constexpr, UPCAST: tl.constexpr):
-    """Inverses of blocks of 2 SIZE rows from those of SIZE: t - t L t of the L between them."""
-    block = tl.arange(0, CHUNK) // SIZE
-    between = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
-    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-    right = product_of_terms(tl.where(between, lower, 0.0), t, zero, UPCAST)
-    return product_of_terms(t, -right, t, UPCAST)
+def block_diagonal(blocks):
+    """[4, 16, 16] -> [64, 64]: blocks on the diagonal, and zeros."""
+    b = tl.arange(0, _BLOCKS)
+    own = b[:, None, None, None] == b[None, None, :, None]
+    return tl.reshape(tl.where(own, blocks[:, :, None, :], 0.0), [CHUNK, CHUNK])
 
 
 @triton.jit
@@ -151,38 +123,42 @@ def inverse(k, beta, decay, UPCAST: tl.constexpr):
 
 @triton.jit
 def inverse_of(lower, UPCAST: tl.constexpr):
-    """(I + L)⁻¹, rounded, of an L [64, 64] that is lower below its diagonal."""
+    """A = (I + L)⁻¹ of L below the diagonal, rounded: A_b = T_b (I_b - Σ_{s<b} L_bs A_s)."""
     i = tl.arange(0, CHUNK)
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
     lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-    diagonal = inverses(diagonal_blocks(lower), _BLOCKS)
-    b = tl.arange(0, _BLOCKS)
-    own = b[:, None, None, None] == b[None, None, :, None]
-    t = tl.reshape(tl.where(own, diagonal[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    t = _merged(t, lower, BLOCK, UPCAST)
-    t = _merged(t, lower, 2 * BLOCK, UPCAST)
-    return (t + 0.0).to(tl.bfloat16)
+    t = block_diagonal(inverses(diagonal_blocks(lower), _BLOCKS)).to(tl.bfloat16)
+    block, unit = i // BLOCK, tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    lower = tl.where(block[:, None] > block[None, :], lower, 0.0).to(tl.bfloat16)
+    a = t
+    for b in tl.static_range(1, _BLOCKS):
+        own = block[:, None] == b
+        rest = unit - product(lower, a, zero, UPCAST)
+        rest = tl.where(own, rest, 0.0).to(tl.bfloat16)
+        a = tl.where(own, product(t, rest, zero, UPCAST).to(tl.bfloat16), a)
+    return a
 
 
 @triton.jit
 def corrected(k, v, beta, decay, inner, s_hat, inside, UPCAST: tl.constexpr):
-    """u = A r of a chunk's rows, r = β (v - 2^G S^ᵀ k), 0 of rows that are not there."""
+    """u = A r of a chunk's rows, fp32, r = β (v - 2^G S^ᵀ k), 0 of rows that are not there."""
     zero = tl.zeros(v.shape, tl.float32)
     factor = tl.broadcast_to(-tl.exp2(decay)[:, None], v.shape)
     r = beta[:, None] * tl.fma(factor, product(k, s_hat, zero, UPCAST), v)
-    r = tl.where(inside[:, None], r + 0.0, 0.0).to(tl.bfloat16)  # + 0.0: one sign of zero
-    return (product(inner, r, zero, UPCAST) + 0.0).to(tl.bfloat16)
+    r = tl.where(inside[:, None], r, 0.0).to(tl.bfloat16)
+    return product(inner, r, zero, UPCAST) + 0.0
 
 
 @triton.jit
 def scaled(rows, factor):
-    """Rows [64, K] times a factor each, rounded."""
+    """Rows [64, ..] times a factor each, rounded."""
     return (rows.to(tl.float32) * factor).to(tl.bfloat16)
 
 
 @triton.jit
-def next_state(s, weighted, u, whole, UPCAST: tl.constexpr):
-    """S' = 2^G_C S + Σ_j w_j u_jᵀ, w = 2^(G_C - G) k."""
-    update = product(tl.trans(weighted), u, tl.zeros(s.shape, tl.float32), UPCAST) + 0.0
+def next_state(s, k, u, whole, UPCAST: tl.constexpr):
+    """S' = 2^G_C S + Σ_j k_j u_jᵀ, with 2^(G_C - G_j) in one of them."""
+    update = product(tl.trans(k), u, tl.zeros(s.shape, tl.float32), UPCAST)
     return tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)
 
 
@@ -204,11 +180,14 @@ def outputs(q, p, u, s_hat, decay, scale, UPCAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "LENGTH", "SEQUENCES"])
 def inner_kernel(
-    k_ptr, g_ptr, beta_ptr, offsets_ptr, decay_ptr, inner_ptr,
-    N, LENGTH, SEQUENCES, k_row, k_head,
+    q_ptr, k_ptr, g_ptr, beta_ptr, offsets_ptr, decay_ptr, inner_ptr, scores_ptr,
+    N, LENGTH, SEQUENCES, scale, q_row, q_head, k_row, k_head,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """G and A of a chunk of a v head; 0 of rows that belong to no sequence."""
+    """G, A and, where it has a place, P of a chunk of a v head.
+
+    G and A of rows that belong to no sequence are 0.
+    """
     sequence, _, end, start = sequence_rows(offsets_ptr, CHUNK, N, LENGTH, SEQUENCES)
     head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
@@ -227,6 +206,10 @@ def inner_kernel(
     tl.store(decay_ptr + (row * HV + head), decay, mask=inside)
     offset = (row[:, None] * HV + head) * CHUNK + i[None, :]
     tl.store(inner_ptr + offset, inner, mask=inside[:, None])
+    if scores_ptr is not None:
+        q = rows_at(q_ptr, row, head // GROUP, tl.arange(0, K), q_row, q_head, inside)
+        p = scores(q, k, decay, scale, UPCAST)
+        tl.store(scores_ptr + offset, p, mask=inside[:, None])
 
 
 @triton.jit
@@ -254,14 +237,22 @@ def whole_decay(
 
 @triton.jit
 def weighted_keys(
-    weighted_ptr, k, decay, whole, row, head, HV: tl.constexpr, K: tl.constexpr, inside,
-    CHANNELS: tl.constexpr,
+    weighted_ptr, k, row, head, HV: tl.constexpr, K: tl.constexpr, inside, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """2^(G_C - G) k of rows, rounded."""
+    """k of rows, with 2^(G_C - G) in it if that is by channel."""
     if CHANNELS:
         return rows_at(weighted_ptr, row, head, tl.arange(0, K), HV * K, K, inside)
     else:
-        return scaled(k, tl.exp2(whole - decay)[:, None])
+        return k
+
+
+@triton.jit
+def to_end(decay, whole, CHANNELS: tl.constexpr):
+    """2^(G_C - G) [64, 1] of rows; 1 where k has it."""
+    if CHANNELS:
+        return tl.exp2(decay)[:, None]  # of zeros
+    else:
+        return tl.exp2(whole - decay)[:, None]
 
 
 @triton.jit
@@ -324,15 +315,13 @@ def chain_kernel(
         beta = gates_at(beta_ptr, row, head, HV, inside)
         last = tl.minimum(start + CHUNK, end) - 1
         whole = whole_decay(decay_ptr, last, head, HV, K, CHANNELS)
-        s_hat = upper_plane(s)
+        s_hat = s.to(tl.bfloat16)
         tl.store(states_ptr + state_at(slot, head, columns, HV, K, V), s_hat)
         u = corrected(k, v, beta, decay, inner, s_hat, inside, UPCAST)
         offset = (row[:, None] * HV + head) * V + columns[None, :]
-        tl.store(u_ptr + offset, u, mask=inside[:, None])
-        weighted = weighted_keys(
-            weighted_ptr, k, decay, whole, row, head, HV, K, inside, CHANNELS
-        )  # fmt: skip
-        s = next_state(s, weighted, u, whole, UPCAST)
+        tl.store(u_ptr + offset, u.to(tl.bfloat16), mask=inside[:, None])
+        k = weighted_keys(weighted_ptr, k, row, head, HV, K, inside, CHANNELS)
+        s = next_state(s, k, scaled(u, to_end(decay, whole, CHANNELS)), whole, UPCAST)
         if final_ptr is not None:
             if last + 1 == behind:
                 tl.store(final_ptr + at, s)

@@ -14,11 +14,12 @@ chunk:
 
 Layouts are those of kernel_delta.py; gradients of states are [slots, HV, K, V] bf16, as states are.
 
-Order of sums.  Products as in the forward: bf16 operands, ascending k16 steps into fp32.  dU starts
-from what local_gradient_kernel left; dS takes the q from zero, then the k, and is added by one fma.
+Order of sums.  Products as in the forward: bf16 operands, ascending k16 steps into fp32.  k dS'
+starts from zero and is added, times 2^(G_C - G), by one fma to what local_gradient_kernel left; dS
+takes the q from zero, then the k, and is added by one fma.
 dq and dk of a k head add its v heads, ascending.  Sums along a row or a column add neighbours, then
 their sums, those over K in parts of 64, ascending; dG stays fp32.  Rounded to bf16: dU, dR, Z,
-2^G q, D1, D2 + D2ᵀ, dS', and results.
+scale 2^G dO, D1, D2 + D2ᵀ, dS', and results.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .kernel_delta import (
     sequence_of,
     square_at,
     state_at,
+    to_end,
     weighted_keys,
     whole_decay,
 )
@@ -67,7 +69,7 @@ def local_gradient_kernel(
         k = rows_at(k_ptr, row, head // GROUP, d, k_row, k_head, inside)
         decay = decays_of(decay_ptr, row, end, head, HV, False)
         p = scores(q, k, decay, scale, UPCAST)
-    du = product(tl.trans(p), d_out, tl.zeros([CHUNK, V], tl.float32), UPCAST) + 0.0
+    du = product(tl.trans(p), d_out, tl.zeros([CHUNK, V], tl.float32), UPCAST)
     offset = (row[:, None] * HV + head) * V + columns[None, :]
     tl.store(du_ptr + offset, du.to(tl.bfloat16), mask=inside[:, None])
 
@@ -108,19 +110,18 @@ def chain_gradient_kernel(
         ds_hat = ds.to(tl.bfloat16)
         tl.store(d_states_ptr + state_at(first_slot + chunk, head, columns, HV, K, V), ds_hat)
         grown = tl.exp2(decay)
-        weighted = weighted_keys(
-            weighted_ptr, k, decay, whole, row, head, HV, K, inside, CHANNELS
-        )  # fmt: skip
-        du = product(weighted, ds_hat, du, UPCAST) + 0.0
+        weighted = weighted_keys(weighted_ptr, k, row, head, HV, K, inside, CHANNELS)
+        of_state = product(weighted, ds_hat, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
+        du = tl.fma(tl.broadcast_to(to_end(decay, whole, CHANNELS), du.shape), of_state, du)
         du = tl.where(inside[:, None], du, 0.0).to(tl.bfloat16)
         dr = product(tl.trans(inner), du, tl.zeros([CHUNK, COLUMNS], tl.float32), UPCAST)
-        dr = (dr + 0.0).to(tl.bfloat16)
+        dr = dr.to(tl.bfloat16)
         offset = (row[:, None] * HV + head) * V + columns[None, :]
         tl.store(dr_ptr + offset, dr, mask=inside[:, None])
-        q = scaled(q, (grown * scale)[:, None])
+        d_out = scaled(d_out, (grown * scale)[:, None])
         update = product(tl.trans(q), d_out, tl.zeros([K, COLUMNS], tl.float32), UPCAST)
         z = (dr.to(tl.float32) * -(beta * grown)[:, None]).to(tl.bfloat16)
-        update = product(tl.trans(k), z, update, UPCAST) + 0.0
+        update = product(tl.trans(k), z, update, UPCAST)
         ds = tl.fma(tl.broadcast_to(tl.exp2(whole), ds.shape), ds, update)
     if d_initial_ptr is not None:
         tl.store(d_initial_ptr + at, ds)

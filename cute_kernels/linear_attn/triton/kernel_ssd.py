@@ -9,7 +9,7 @@
 
 Layouts.  Rows [N, H, P] or [N, G, N_], neighbours of a head side by side; steps and G [H, N];
 states [slots, H, P, N_], the state before a chunk at its slot of `Sequences.slots(128)`; S^ is S
-rounded to bf16, ties away from zero.  Group g serves the H / G heads from g H / G on.
+rounded to bf16.  Group g serves the H / G heads from g H / G on.
 
 Order of sums.  A sequence's chunks of 128 rows begin at its first row.  G is a chain of its rows
 from 0, one fma each.  Products have bf16 operands and ascending k16 steps into fp32.  y starts from
@@ -36,7 +36,6 @@ from .kernel_delta import (
     rows_at,
     sequence_of,
     state_at,
-    upper_plane,
 )
 from .kernel_gate import softplus
 
@@ -118,7 +117,7 @@ def state_kernel(
         if behind == first:
             tl.store(final_ptr + at, s)
     for start in range(first, end, CHUNK):
-        tl.store(states_ptr + state_at(slot, head, columns, H, P, STATE), upper_plane(s))
+        tl.store(states_ptr + state_at(slot, head, columns, H, P, STATE), s.to(tl.bfloat16))
         row = start + tl.arange(0, CHUNK)
         inside = row < end
         x = rows_at(x_ptr, row, head, tl.arange(0, P), x_row, x_head, inside)

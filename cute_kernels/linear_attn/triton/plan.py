@@ -18,10 +18,12 @@ class TritonPlan:
     gate_elements: Elements of a program of the decay.
     chain_columns, output_columns: Columns of V of a program of the delta rule, at most.  Fewer than
         64 are not safe, see `config.DELTA_GPU_SIZES`.
-    chain_stages: Chunks whose loads are under way in those programs.
+    chain_stages, gradient_stages: Chunks whose loads are under way in those programs, and in those
+        of the backward.
     delta_warps, gradient_warps, part_warps, step_warps: Warps of its programs; of those behind the
         chain in its backward, of dq's and dk's; of decoding.
     sums_warps, channel_warps: Of programs that sum gates by channel, and of those inside of chunks.
+    step_columns: Columns of V of a program of decoding.
     step_heads: Heads of a program of the steps of a state space scan.
     ssd_columns, ssd_rows: Columns of a state and rows of a chunk of its other programs, which are
         those of parts of sums: they decide bits of gradients.
@@ -42,11 +44,13 @@ class TritonPlan:
     gate_elements: int = 512
     chain_columns: int = 64
     chain_stages: int = 2
+    gradient_stages: int = 1
     output_columns: int = 64
     delta_warps: int = 4
     gradient_warps: int = 4
     part_warps: int = 4
-    step_warps: int = 8
+    step_columns: int = 64
+    step_warps: int = 4
     sums_warps: int = 2
     channel_warps: int = 8
     step_heads: int = 32

@@ -1,0 +1,1 @@
+"""What the SM90 kernels of linear attention share."""

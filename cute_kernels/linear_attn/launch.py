@@ -1,0 +1,132 @@
+"""Launch linear attention on SM90, and the catalogue of its kernels."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..compile import cache
+from ..compile.kernel import Entry, Expect, Kernel
+from .config import DELTA_CHUNK, DELTA_GPU_SIZES, DTYPE_NAMES, DeltaConfig, DeltaGradientConfig
+from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
+from .triton import delta, delta_backward
+
+#: Bytes that TMA's addresses and strides are multiples of.
+_ALIGN = 16
+
+
+def delta_rule(
+    operands: DeltaRule,
+    sequences: Sequences,
+    scale: float,
+    out: torch.Tensor,
+    last: Last | None,
+    saved: DeltaSaved,
+) -> None:
+    """SM90 implementation of `cpu_delta.delta_rule`: one kernel goes through the chunks."""
+    operands = addressable(operands)
+    q, k, v, _, beta, initial = operands
+    scores = torch.empty_like(saved.inner)
+    delta.inside_chunks(operands, sequences, scale, saved, scores)
+    chosen = DeltaConfig(k.shape[2], DTYPE_NAMES[beta.dtype], initial is not None, last is not None)
+    offsets, slots = _offsets(sequences, q.device)
+    kernel(chosen)(
+        q, k, v, saved.inner, scores, saved.decay, beta, out, saved.u, saved.states, initial,
+        None if last is None else last.states, offsets, scale, -1 if last is None else last.lag,
+        slots,
+    )  # fmt: skip
+
+
+def delta_rule_backward(
+    d_out: torch.Tensor,
+    d_final: torch.Tensor | None,
+    operands: DeltaRule,
+    sequences: Sequences,
+    scale: float,
+    saved: DeltaSaved,
+    gradients: DeltaGradients,
+) -> None:
+    """SM90 implementation of `cpu_delta.delta_rule_backward`: likewise."""
+    d_out = d_out if _is_addressable(d_out) and d_out.stride(2) == 1 else _copied(d_out)
+    slopes, operands = (d_out, d_final), addressable(operands)
+    delta_backward.go_back(slopes, operands, sequences, scale, saved, gradients, _chain, False)
+
+
+def _chain(
+    links: delta_backward.Links,
+    beta: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    saved: DeltaSaved,
+    _: object,
+) -> None:
+    q, k = links.q, links.k
+    chosen = DeltaGradientConfig(
+        k.shape[2], DTYPE_NAMES[beta.dtype], links.d_initial is not None, links.d_final is not None
+    )
+    offsets, slots = _offsets(sequences, q.device)
+    kernel(chosen)(
+        links.d_out, q, k, links.du, saved.inner, saved.decay, beta, links.dr, links.d_states,
+        links.d_final, links.d_initial, offsets, scale, slots,
+    )  # fmt: skip
+
+
+def addressable(operands: DeltaRule) -> DeltaRule:
+    """The operands as TMA takes them: addresses and strides of q, k and v in whole 16 bytes."""
+    operands = delta.loadable(operands)
+    copies = {
+        name: _copied(t)
+        for name in ("q", "k", "v")
+        if not _is_addressable(t := getattr(operands, name))
+    }
+    return operands._replace(**copies)
+
+
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _is_addressable(t: torch.Tensor) -> bool:
+    whole = _ALIGN // t.element_size()
+    return not t.data_ptr() % _ALIGN and not any(step % whole for step in t.stride()[:2])
+
+
+def _offsets(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, int]:
+    """(Offsets int32 of sequences, slots of each one of a batch or 0)."""
+    if sequences.offsets is not None:
+        return sequences.offsets.int(), 0
+    rows = torch.arange(sequences.count + 1, dtype=torch.int32, device=device) * sequences.length
+    return rows, -(-sequences.length // DELTA_CHUNK)
+
+
+@functools.cache
+def kernel(chosen: DeltaConfig) -> Callable:
+    """The compiled kernel of a configuration."""
+    return cache.get(entry(chosen), "sm_90a")
+
+
+#: Class of a configuration -> the end of its kernel's name.
+_KERNELS = {DeltaConfig: "delta_sm90", DeltaGradientConfig: "delta_bwd_sm90"}
+
+
+def entry(chosen: DeltaConfig) -> Kernel:
+    """The cache and catalogue entry of one configuration."""
+    return Kernel.in_file(__package__, _KERNELS[type(chosen)], chosen)
+
+
+def configs() -> Iterator[DeltaConfig]:
+    """Every configuration that can be chosen."""
+    states = (False, True)
+    for options in itertools.product(DELTA_GPU_SIZES, ("bf16", "fp32"), states, states):
+        for of in _KERNELS:
+            yield of(*options)
+
+
+def catalogue() -> Iterator[Entry]:
+    """Every kernel, and what its machine code must be."""
+    for chosen in configs():
+        products = tuple(sorted({"64x64x16", f"64x{chosen.keys}x16"}))
+        yield Entry(entry(chosen), "A", Expect(products, 255, 227 * 1024))

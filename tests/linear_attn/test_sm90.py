@@ -1,0 +1,157 @@
+"""SM90 kernels of the gated delta rule: bytes of the written order, schedules, memory, mutants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ptxsim
+from cute_kernels.linear_attn import launch
+from cute_kernels.linear_attn.tensors import DeltaGradients
+from cute_kernels.linear_attn.triton import delta, delta_backward
+from ptxsim.modes import QUICK_MODES, RACES, run_modes
+from ptxsim.skips import requires_sim
+from tests import on_gpu
+from tests.contract import same_bytes
+from tests.kernels.edited import kernels
+from tests.old_memory import old_memory
+from tests.triton_runner import device_guard  # noqa: F401  (a fixture)
+
+from . import simulated as system
+from .delta_cases import FP32, Case, operands, upstream
+from .delta_launches import Forward, forward
+from .test_triton_delta import backward
+
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("linear_attn")]
+HOPPER = {"wgmma_math": 2}
+
+#: A tail, no row, a row, two chunks and a tail; rows behind, whole slots among them.
+PACK = Case((70, 0, 1, 130), heads=(1, 2), sizes=(64, 64), behind=70)
+CASES = {
+    "pack": PACK,
+    "K of 128": Case((3, 64), heads=(1, 1), sizes=(128, 64)),
+    "batch": Case((100,), batch=2, heads=(2, 2), sizes=(64, 128), beta=FP32, initial=False),
+    # More chunks than stages.
+    "long": Case((390,), heads=(1, 1), sizes=(64, 64), behind=2),
+}
+
+
+def given(case: Case):
+    """Operands with slow gates and NaN behind the pack, and gradients that come in."""
+    o, slopes = operands(case), upstream(case)
+    for t in (*o[:5], slopes[0]) if not case.batch else ():
+        t[sum(case.lengths) :] = float("nan")
+    return o._replace(g=o.g * 0.05), slopes
+
+
+def both(of_launch, case: Case, lag: int = -1) -> tuple[Forward, DeltaGradients]:
+    """Both passes by a launcher: a module, or those of a forward and a backward."""
+    o, slopes = given(case)
+    forth, back = of_launch if isinstance(of_launch, tuple) else (of_launch, of_launch)
+    of = forward(forth, case, o, lag)
+    slopes = slopes if case.initial else (slopes[0], None)
+    return of, backward(back, case, o, of, slopes)
+
+
+def flat(results: tuple[Forward, DeltaGradients]) -> list[torch.Tensor]:
+    of, gradients = results
+    return [of.out, of.final, *of.saved, *(t for t in gradients if t is not None)]
+
+
+def written_order(kernel=None, name: str = "pack", lag: int = -1, **options: int) -> None:
+    """All results and what is saved have the bytes of the Triton kernels."""
+    case = CASES[name]
+    with system.running(kernel, **HOPPER, **options) as sm90:
+        want, got = both((delta, delta_backward), case, lag), both(sm90, case, lag)
+        for a, b in zip(flat(want), flat(got), strict=True):
+            assert same_bytes(a, b)
+
+
+@pytest.mark.parametrize("lag", [-1, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_written_order(name, lag):
+    written_order(name=name, lag=lag)
+
+
+def schedules(kernel=None, modes=QUICK_MODES, name: str = "long") -> None:
+    """Each timing of the simulator gives the same bytes, and none finds a race."""
+
+    def run():
+        with system.running(kernel) as sm90:
+            return tuple(flat(both(sm90, CASES[name]))[:2])
+
+    run_modes(run, modes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_schedules(name):
+    schedules(name=name)
+
+
+@pytest.mark.parametrize("name", ["pack", "long"])
+def test_no_races(name):
+    schedules(modes=RACES, name=name)
+
+
+def test_rows_that_tma_cannot_address_are_copied():
+    case = CASES["K of 128"]
+    o, _ = given(case)
+    wide = torch.zeros(case.rows, case.heads[0], 129, dtype=o.k.dtype)
+    wide[..., 1:] = o.k
+    with system.running() as sm90, old_memory():
+        want = forward(sm90, case, o)
+        got = forward(sm90, case, o._replace(k=wide[..., 1:]))
+    assert not launch._is_addressable(wide[..., 1:]) and same_bytes(got.out, want.out)
+
+
+FORWARD, BACK = "kernel_delta_sm90", "kernel_delta_bwd_sm90"
+#: Name -> (source, its text, the bug in its place, who notices).
+MUTANTS = {
+    "neighbours_keys": (FORWARD, 'self.clear_rows((tiles["sK"],), stage, count, lane)', "pass",
+                        written_order),
+    "u_rounded_before_its_weight": (
+        FORWARD, "tRrR[i] = tRrR[i] * self.of_row(weight, i)",
+        "tRrR[i] = cute.make_tensor(rR.iterator, acc.rows)[i].to(cutlass.Float32)"
+        " * self.of_row(weight, i)", written_order),
+    "the_update_on_the_state": (
+        FORWARD, "tSrS[i] = cute.math.fma(whole, tSrS[i], tSrD[i])",
+        "tSrS[i] = whole * tSrS[i] + 0.0 + tSrD[i]", written_order),
+    "behind_whole_chunks": (FORWARD, "kept // ROWS * ROWS", "kept",
+                            lambda kernel: written_order(kernel, lag=5)),
+    "slots_left": (FORWARD, "until = tensors.mStates.shape[0]", "pass", written_order),
+    "tile_of_S_not_awaited": (FORWARD, "handover.await_full(STATE, n)", "pass", schedules),
+    "tile_of_u_overwritten": (FORWARD, "handover.await_empty(ROWS_OF_U, n)", "pass", schedules),
+    "neighbours_queries": (BACK, '(tiles["sQ"], tiles["sK"], tiles["sA"])',
+                           '(tiles["sK"], tiles["sA"])', written_order),
+    "the_inverse_itself": (
+        BACK, 'tRrA = self.fragment_b(acc.by_rows, tiles["sAt"])',
+        'tRrA = self.fragment_b(acc.by_keys, tiles["sA"])',
+        "self.multiply(acc.by_rows, tRrR, rU", "self.multiply(acc.by_keys, tRrR, rU",
+        written_order,
+    ),
+    "first_chunk_first": (BACK, "chunk = place.chunks - 1 - n", "chunk = n", written_order),
+    "stages_filled_in_use": (
+        FORWARD, "cute.arch.mbarrier_wait(shared.empty + stage, phase ^ 1)", "pass", schedules,
+    ),
+}  # fmt: skip
+BY_DAY = ("neighbours_keys", "the_inverse_itself")
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in MUTANTS],
+)
+def test_killed(tmp_path, name):
+    *edit, check = MUTANTS[name]
+    with pytest.raises((AssertionError, ptxsim.PtxsimError)):
+        check(kernels(system, tmp_path, *edit))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_card(name):
+    there = [on_gpu.launcher(module) for module in (launch, delta, delta_backward)]
+    got, want = both(there[0], CASES[name]), both((there[1], there[2]), CASES[name])
+    assert all(map(same_bytes, flat(got), flat(want)))
