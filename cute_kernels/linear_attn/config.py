@@ -8,13 +8,13 @@ and chunks are added one by one, sequences and chunks ascending.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from ..cpu import elementary
+from .device.walks import DELTA_CHUNK
 from .triton.plan import GATED_NORM, SELECTIVE, TRITON
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -25,8 +25,6 @@ CONV_WIDTHS = (2, 3, 4)
 #: Channels, at most: blocks of 64 of them lie along a dimension of a grid.
 MAX_CHANNELS = 65535 * 64
 
-#: Rows of a chunk of the delta rule: between chunks its state is rounded to fp32.
-DELTA_CHUNK = 64
 #: Rows of a block of a chunk, on a GPU.
 DELTA_BLOCK = 16
 #: Columns of K that are summed at once in a backward, on a GPU.
@@ -53,26 +51,6 @@ L2NORM_WIDTHS = 8, 256
 L2NORM_EPS = 1e-6
 #: softplus(x) is x above it, as torch has it.
 SOFTPLUS_LINEAR = 20.0
-
-
-@dataclass(frozen=True)
-class DeltaConfig:
-    """One compiled kernel of the delta rule on SM90.
-
-    keys: K; beta: dtype; initial, final: whether states come in and go out; stages: chunks whose
-    loads are under way.
-    """
-
-    keys: int
-    beta: str
-    initial: bool
-    final: bool
-    stages: int = 3
-
-
-@dataclass(frozen=True)
-class DeltaGradientConfig(DeltaConfig):
-    """One of its backward: whether gradients of states go out and come in."""
 
 
 _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})

@@ -26,7 +26,6 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import tma
-from .config import DeltaConfig
 from .device.chain import (
     BARRIER,
     COLUMNS,
@@ -40,6 +39,7 @@ from .device.chain import (
     Shared,
 )
 from .device.fakes import states, strided
+from .device.walks import DeltaConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 
 from ..compile import cache
 from ..compile.kernel import Entry, Expect, Kernel
-from .config import DELTA_CHUNK, DELTA_GPU_SIZES, DTYPE_NAMES, DeltaConfig, DeltaGradientConfig
+from .config import DELTA_CHUNK, DELTA_GPU_SIZES, DTYPE_NAMES
+from .device.walks import DeltaConfig, DeltaGradientConfig
 from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
 from .triton import delta, delta_backward
 

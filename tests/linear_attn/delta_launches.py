@@ -1,4 +1,4 @@
-"""Launches of a forward of the gated delta rule, for the tests of its Triton kernels."""
+"""Launches of the gated delta rule, for the tests of its kernels on GPUs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.linear_attn import cpu_delta, op_delta
-from cute_kernels.linear_attn.tensors import DeltaRule, DeltaSaved, Last
+from cute_kernels.linear_attn.tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
 
-from .delta_cases import Case, operands
+from .delta_cases import Case, operands, upstream
 
 #: They multiply; sums of one number and zeros have one result in any order.  K of 128 spills.
 ALLOWED = {"matrix instruction", "a sum in the order of the compiler", "spills"}
@@ -44,3 +44,11 @@ def forward(launch, given: Case, o: DeltaRule, lag: int = -1) -> Forward:
 def batched(given: Case, *rows: torch.Tensor) -> list[torch.Tensor]:
     shape = (given.batch, given.lengths[0]) if given.batch else (1, given.rows)
     return [t[0].unflatten(0, shape) for t in rows]
+
+
+def backward(launch, given: Case, o: DeltaRule, of: Forward, slopes=None) -> DeltaGradients:
+    d_out, d_final = upstream(given) if slopes is None else slopes
+    into = (None if t is None else torch.full_like(t, float("nan")) for t in o)
+    gradients = DeltaGradients(*into)
+    launch.delta_rule_backward(d_out, d_final, o, given.sequences, SCALE, of.saved, gradients)
+    return gradients

@@ -19,8 +19,7 @@ from tests.triton_runner import device_guard  # noqa: F401  (a fixture)
 
 from . import simulated as system
 from .delta_cases import FP32, Case, operands, upstream
-from .delta_launches import Forward, forward
-from .test_triton_delta import backward
+from .delta_launches import Forward, backward, forward
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("linear_attn")]
 HOPPER = {"wgmma_math": 2}

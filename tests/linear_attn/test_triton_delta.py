@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels.cpu import elementary
 from cute_kernels.linear_attn import cpu_delta, op_delta
-from cute_kernels.linear_attn.tensors import DeltaGradients, DeltaRule, Last
+from cute_kernels.linear_attn.tensors import DeltaRule, Last
 from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.oracles import delta_chunks
@@ -31,7 +31,7 @@ from tests.triton_runner import (
 )
 
 from .delta_cases import BF16, FP32, Case, operands, upstream
-from .delta_launches import ALLOWED, SCALE, Forward, batched, forward, slow
+from .delta_launches import ALLOWED, SCALE, Forward, backward, batched, forward, slow
 from .triton_engine import DELTA, DELTA_BACKWARD, KDA, KDA_BACKWARD
 
 pytestmark = pytest.mark.simulates("linear_attn.triton")
@@ -48,14 +48,6 @@ FORWARD, BACKWARD = (DELTA, KDA), (DELTA_BACKWARD, KDA_BACKWARD)
 def wide(given: Case) -> Case:
     """The case with sizes that the public function takes on a GPU."""
     return given._replace(sizes=(128, 128 if given.batch else 64))
-
-
-def backward(launch, given: Case, o: DeltaRule, of: Forward, slopes=None) -> DeltaGradients:
-    d_out, d_final = upstream(given) if slopes is None else slopes
-    into = (None if t is None else torch.full_like(t, float("nan")) for t in o)
-    gradients = DeltaGradients(*into)
-    launch.delta_rule_backward(d_out, d_final, o, given.sequences, SCALE, of.saved, gradients)
-    return gradients
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ...dsl import copy, mma, smem, tma
-from ..config import DELTA_CHUNK, DeltaConfig
+from .walks import DELTA_CHUNK, DeltaConfig
 
 #: Columns of V of a CTA, and rows of a chunk.
 COLUMNS, ROWS = 64, DELTA_CHUNK

@@ -1,0 +1,28 @@
+"""What walks over chunks are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Rows of a chunk of the delta rule: between chunks its state is fp32.
+DELTA_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """One compiled kernel of the delta rule on SM90.
+
+    keys: K; beta: dtype; initial, final: whether states come in and go out; stages: chunks whose
+    loads are under way.
+    """
+
+    keys: int
+    beta: str
+    initial: bool
+    final: bool
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class DeltaGradientConfig(DeltaConfig):
+    """One of its backward: whether gradients of states go out and come in."""
