@@ -57,7 +57,7 @@ MEETS = set(FLOORS) - {"errors", "lazy", "settings", "systems", "arch", "log", "
 #: Modules of a system's folder, by layer.  Folders in it count with their modules.
 ROLES = {
     "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen "
-    "paged",
+    "paged rings",
     "system.checks": "checks functions exact pack_gqa policy_checks policy_losses paged.checks",
     "system.launch": "launch entries catalogue cpu triton.launch chunks lowering passes "
     "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout "

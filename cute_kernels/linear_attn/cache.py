@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -18,75 +17,8 @@ from ..errors import ArgumentValueError, DtypeError, expected
 from ..runtime import checking, dispatch
 from . import checks, op_delta, op_selective, op_ssd
 from .config import DELTA_CHUNK, SSD_CHUNK
+from .rings import Pieces, Ring, pieces_of, sequence_of
 from .tensors import DeltaRecord, DeltaRule, Sequences
-
-
-class _Pieces(NamedTuple):
-    """New rows of a call, [1, N, ...], by sequence.
-
-    sequence: [N], of a row; what lies behind a pack belongs to the last one.  place: [N], of a row
-    among those of its sequence.  inside: [N], whether a row belongs to a sequence.  first, count:
-    [S], of the rows of a sequence.
-    """
-
-    sequence: torch.Tensor
-    place: torch.Tensor
-    inside: torch.Tensor
-    first: torch.Tensor
-    count: torch.Tensor
-
-
-def _pieces(rows: torch.Tensor, cu_seqlens: torch.Tensor | None) -> _Pieces:
-    (batch, length), device = rows.shape[:2], rows.device
-    row = torch.arange(batch * length, device=device)
-    if cu_seqlens is None:
-        first = torch.arange(batch, device=device) * length
-        sequence = row // max(length, 1)
-        inside = torch.ones_like(row, dtype=torch.bool)
-        return _Pieces(sequence, row - first[sequence], inside, first, first * 0 + length)
-    offsets = cu_seqlens.long()
-    sequence = _sequence_of(row, offsets)
-    first = offsets[:-1]
-    return _Pieces(sequence, row - first[sequence], row < offsets[-1], first, offsets.diff())
-
-
-def _sequence_of(row: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sequence of each row; the last one's of those behind it."""
-    return (torch.searchsorted(offsets, row, right=True) - 1).clamp(max=len(offsets) - 2)
-
-
-class _Ring:
-    """The last rows of each slot, the one at position p of a sequence in row p mod ``rows``."""
-
-    def __init__(self, slots: int, rows: int, shape: tuple[int, ...], dtype, device):
-        self.slots, self.rows = slots, rows
-        # One row more, which takes what nobody will read.
-        self.data = torch.zeros(slots * rows + 1, *shape, dtype=dtype, device=device)
-
-    def read(self, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Rows at positions of slots, tensors of one shape."""
-        return self.data[slot * self.rows + position % self.rows]
-
-    def write(self, slot, position, keep: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keep some of the rows [N, ...]."""
-        index = torch.where(keep, slot * self.rows + position % self.rows, len(self.data) - 1)
-        self.data.index_copy_(0, index, rows.to(self.data.dtype))
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy slots onto slots."""
-        by_slot = self.data[:-1].view(self.slots, self.rows, *self.data.shape[1:])
-        by_slot[target] = by_slot[source]
-
-    def select(self, slots: torch.Tensor, rows: int, length: torch.Tensor) -> _Ring:
-        """Return a ring of these slots, whose sequences have ``length`` rows, and of other size."""
-        new = _Ring(len(slots), rows, self.data.shape[1:], self.data.dtype, self.data.device)
-        back = torch.arange(-min(rows, self.rows), 0, device=self.data.device)
-        position = length[:, None] + back
-        slot = torch.arange(len(slots), device=slots.device)[:, None].expand_as(position)
-        kept = self.read(slots[:, None], position).flatten(0, 1)
-        new.write(slot.flatten(), position.flatten(), (position >= 0).flatten(), kept)
-        return new
-
 
 #: The rows that are computed, [1, N, ...]; the states before the open chunks; where its sequences
 #: begin and the last one ends -> (rows [1, N, ...], the states behind the last whole chunks).
@@ -124,8 +56,8 @@ class LayerCache:
         self.grid, self.length, self.conv_length, self.spare = (
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self._kept = [_Ring(slots, self._ring_rows(drafts), *each, device) for each in rows]
-        self._conv = _Ring(slots, width - 1 + drafts, (channels,), dtype, device)
+        self._kept = [Ring(slots, self._ring_rows(drafts), *each, device) for each in rows]
+        self._conv = Ring(slots, width - 1 + drafts, (channels,), dtype, device)
 
     @torch.no_grad()
     def causal_conv1d(
@@ -148,7 +80,7 @@ class LayerCache:
         if weight.shape[1] != self.width:
             raise ArgumentValueError(expected("weight", f"width {self.width}", weight.shape[1]))
         self._check("x", x.mT, cu_seqlens, slots)
-        pieces = _pieces(x.mT, cu_seqlens)
+        pieces = pieces_of(x.mT, cu_seqlens)
         slot = self._slots(pieces, slots)
         start = self.conv_length[slot]
         before = start[:, None] + torch.arange(-tail, 0, device=x.device)
@@ -179,7 +111,7 @@ class LayerCache:
         """
         batch, length = kept[0].shape[:2]
         self._check("rows", kept[0], cu_seqlens, slots)
-        pieces = _pieces(kept[0], cu_seqlens)
+        pieces = pieces_of(kept[0], cu_seqlens)
         for ring, given in zip(self._kept, kept, strict=True):
             if torch.promote_types(ring.data.dtype, given.dtype) != ring.data.dtype:
                 want = f"{ring.data.dtype}, that of the cache, or one that it holds"
@@ -193,12 +125,12 @@ class LayerCache:
         # Row r of what is computed is at position p from the grid on: an old row, or a new one.
         total = batch * length + len(slot) * (self._kept[0].rows - 1)
         r = torch.arange(total, device=slot.device)
-        s = _sequence_of(r, offsets)
+        s = sequence_of(r, offsets)
         p = r - offsets[s]
         old = p < opened[s]
         new = torch.where(old | (r >= offsets[-1]), 0, pieces.first[s] + p - opened[s])
 
-        def rows(ring: _Ring, given: torch.Tensor) -> torch.Tensor:
+        def rows(ring: Ring, given: torch.Tensor) -> torch.Tensor:
             given = given.flatten(0, 1)[new]
             before = ring.read(slot[s], base[s] + p).to(given.dtype)
             return torch.where(old.view(-1, *[1] * (given.dim() - 1)), before, given)[None]
@@ -258,7 +190,7 @@ class LayerCache:
             want = f"a slot for each of {count} sequences"
             raise ArgumentValueError(expected("slots", want, len(self.length)))
 
-    def _slots(self, pieces: _Pieces, slots: torch.Tensor | None) -> torch.Tensor:
+    def _slots(self, pieces: Pieces, slots: torch.Tensor | None) -> torch.Tensor:
         if slots is None:
             return torch.arange(len(pieces.first), device=self.length.device)
         return slots.long()
@@ -266,7 +198,7 @@ class LayerCache:
     def _each(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in self._names]
 
-    def _rings(self) -> list[_Ring]:
+    def _rings(self) -> list[Ring]:
         return [*self._kept, self._conv]
 
 
@@ -288,14 +220,15 @@ class DeltaRuleCache(LayerCache):
         rows = ((k_heads, k), dtype), ((v_heads, v), dtype), of_g, ((v_heads,), torch.float32)
         super().__init__(slots, (v_heads, k, v), rows, **others)
         self.made = torch.zeros_like(self.length)
-        shapes = ((v_heads, v), (v_heads, v), (v_heads, DELTA_CHUNK)) if self.made.is_cuda else ()
+        shapes = ((v_heads, v), (v_heads, v), (v_heads, DELTA_CHUNK))
+        shapes = () if self.channels or not self.made.is_cuda else shapes
         size = slots, self._ring_rows(self.drafts)
-        self._derived = [_Ring(*size, shape, dtype, self.made.device) for shape in shapes]
+        self._derived = [Ring(*size, shape, dtype, self.made.device) for shape in shapes]
 
     def _goes_on(self, slot: torch.Tensor, start: torch.Tensor) -> None:
         self.made[slot] = torch.minimum(self.made[slot], start)
 
-    def _rings(self) -> list[_Ring]:
+    def _rings(self) -> list[Ring]:
         return super()._rings() + self._derived
 
     def _select(self, slots: torch.Tensor, drafts: int) -> LayerCache:
@@ -369,7 +302,7 @@ class DeltaRuleCache(LayerCache):
             record,
         )
         if self.drafts:
-            pieces = _pieces(v, cu_seqlens)
+            pieces = pieces_of(v, cu_seqlens)
             self._appended(self._slots(pieces, slots), pieces.count)
         return out
 

@@ -14,7 +14,6 @@ import torch
 from .. import arch
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from ..cpu import elementary
-from .device.walks import DELTA_CHUNK
 from .triton.plan import GATED_NORM, SELECTIVE, TRITON
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -25,6 +24,8 @@ CONV_WIDTHS = (2, 3, 4)
 #: Channels, at most: blocks of 64 of them lie along a dimension of a grid.
 MAX_CHANNELS = 65535 * 64
 
+#: Rows of a chunk of the delta rule: between chunks its state is fp32.
+DELTA_CHUNK = 64
 #: Rows of a block of a chunk, on a GPU.
 DELTA_BLOCK = 16
 #: Columns of K that are summed at once in a backward, on a GPU.

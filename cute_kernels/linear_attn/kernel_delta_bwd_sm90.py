@@ -29,7 +29,6 @@ from ..dsl import tma
 from .device.chain import (
     BARRIER,
     COLUMNS,
-    ROWS,
     WARPS,
     Accumulators,
     Chain,
@@ -39,7 +38,7 @@ from .device.chain import (
     Shared,
 )
 from .device.fakes import states, strided
-from .device.walks import DeltaConfig
+from .device.walks import ROWS, DeltaConfig
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, mma, tma, turnstile
-from .device.chain import BARRIER, COLUMNS, ROWS, WARPS, Chain, Operand, Place, Result, Shared
+from .device.chain import BARRIER, COLUMNS, WARPS, Chain, Operand, Place, Result, Shared
 from .device.fakes import states, strided
-from .device.walks import DeltaConfig
+from .device.walks import ROWS, DeltaConfig
 
 #: Registers of a thread of each warpgroup, of the 3 times 168 of the launch.
 REGISTERS = 240, 200, 64

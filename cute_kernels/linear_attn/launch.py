@@ -11,10 +11,11 @@ import torch
 from ..compile import cache
 from ..compile.kernel import Entry, Expect, Kernel
 from .config import DELTA_CHUNK, DELTA_GPU_SIZES, DTYPE_NAMES
-from .device.walks import DeltaConfig, DeltaGradientConfig
+from .device.walks import ROWS, DeltaConfig, DeltaGradientConfig
 from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
 from .triton import delta, delta_backward
 
+assert ROWS == DELTA_CHUNK
 #: Bytes that TMA's addresses and strides are multiples of.
 _ALIGN = 16
 

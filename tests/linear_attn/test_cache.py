@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, DtypeError, ShapeError
 from cute_kernels.linear_attn import cache as module
+from cute_kernels.linear_attn import rings
 from tests.anchors import planted
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import drawn
@@ -265,7 +268,9 @@ _OF_OTHERS = {
 def test_killed(name, monkeypatch):
     check, old, new = MUTANTS[name]
     assert ck.LinearAttentionCache is module.LinearAttentionCache  # what comes back
-    with planted(module, (old, new)):
+    in_rings = old in Path(rings.__file__).read_text()
+    of_rings, edits = [(old, new)] if in_rings else [], [] if in_rings else [(old, new)]
+    with planted(rings, *of_rings), planted(module, *edits):
         monkeypatch.setattr(ck, "LinearAttentionCache", module.LinearAttentionCache)
         with pytest.raises((AssertionError, ArgumentValueError)):
             CHECKS[check](_OF_OTHERS.get(name, DELTA))

@@ -15,10 +15,10 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ...dsl import copy, mma, smem, tma
-from .walks import DELTA_CHUNK, DeltaConfig
+from .walks import ROWS, DeltaConfig
 
-#: Columns of V of a CTA, and rows of a chunk.
-COLUMNS, ROWS = 64, DELTA_CHUNK
+#: Columns of V of a CTA.
+COLUMNS = 64
 #: Warps of a warpgroup.
 WARPS = 4
 #: Numbers of a row that follow from its gates, at most.

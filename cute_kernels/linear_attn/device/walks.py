@@ -1,11 +1,9 @@
 """What walks over chunks are compiled for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-#: Rows of a chunk of the delta rule: between chunks its state is fp32.
-DELTA_CHUNK = 64
+#: Rows of a chunk: config's DELTA_CHUNK, which a launcher checks.
+ROWS = 64
 
 
 @dataclass(frozen=True)
