@@ -53,6 +53,8 @@ def delta_rule_backward(
 ) -> None:
     """SM90 implementation of `cpu_delta.delta_rule_backward`: likewise."""
     d_out = d_out if _is_addressable(d_out) and d_out.stride(2) == 1 else _copied(d_out)
+    if d_final is not None and not _is_addressable(d_final):
+        d_final = _copied(d_final)
     slopes, operands = (d_out, d_final), addressable(operands)
     delta_backward.go_back(slopes, operands, sequences, scale, saved, gradients, _chain, False)
 
@@ -77,12 +79,12 @@ def _chain(
 
 
 def addressable(operands: DeltaRule) -> DeltaRule:
-    """The operands as TMA takes them: addresses and strides of q, k and v in whole 16 bytes."""
+    """The operands as TMA takes them: addresses and strides in whole 16 bytes."""
     operands = delta.loadable(operands)
     copies = {
         name: _copied(t)
-        for name in ("q", "k", "v")
-        if not _is_addressable(t := getattr(operands, name))
+        for name in ("q", "k", "v", "initial")
+        if (t := getattr(operands, name)) is not None and not _is_addressable(t)
     }
     return operands._replace(**copies)
 

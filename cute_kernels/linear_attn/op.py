@@ -50,7 +50,9 @@ def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, si
 
 def sequences_of(batch: int, length: int, offsets: torch.Tensor | None) -> Sequences:
     """Sequences of B x T rows, a batch or a pack."""
-    return Sequences(batch * length, length if offsets is None else 0, offsets)
+    if offsets is None:
+        return Sequences(batch * length, length, None)
+    return Sequences(batch * length, 0, offsets.contiguous())
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,22 @@ def test_rows_that_tma_cannot_address_are_copied():
     assert not launch._is_addressable(wide[..., 1:]) and same_bytes(got.out, want.out)
 
 
+def test_states_that_lie_anywhere_are_copied():
+    case = CASES["K of 128"]
+    o, (d_out, d_final) = given(case)
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    with system.running() as sm90, old_memory():
+        of = forward(sm90, case, o)
+        want = backward(sm90, case, o, of, (d_out, d_final))
+        moved = o._replace(initial=shifted(o.initial))
+        assert moved.initial.data_ptr() % 16 and same_bytes(forward(sm90, case, moved).out, of.out)
+        got = backward(sm90, case, moved, of, (d_out, shifted(d_final)))
+    assert same_bytes(got.q, want.q) and same_bytes(got.initial, want.initial)
+
+
 FORWARD, BACK = "kernel_delta_sm90", "kernel_delta_bwd_sm90"
 #: Name -> (source, its text, the bug in its place, who notices).
 MUTANTS = {

@@ -35,7 +35,8 @@ def delta_step(
     g, beta = (contiguous(NAME, name, t, "no gaps") for name, t in (("g", g), ("beta", beta)))
     heads = v.shape[1]
     count = len(v) // length if offsets is None else len(offsets) - 1
-    places = offsets, slots, record.grid, record.length, record.made
+    numbers = (t if t is None else t.contiguous() for t in (offsets, slots))
+    places = *numbers, record.grid, record.length, record.made
     values = v.shape[2]
     columns = min(values, TRITON.step_columns)
     options = {"enable_fp_fusion": TRITON.fp_fusion}

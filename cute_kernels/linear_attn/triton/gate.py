@@ -89,7 +89,7 @@ def _tensors(gate: Gate, sequences: Sequences) -> tuple:
         _last_dense("decay_gate", "a", a),
         A_log.contiguous(),
         None if dt_bias is None else dt_bias.contiguous(),
-        None if sequences.offsets is None else sequences.offsets.contiguous(),
+        sequences.offsets,
     )
 
 

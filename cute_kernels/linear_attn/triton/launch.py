@@ -84,7 +84,7 @@ def _tensors(operands: Conv, sequences: Sequences) -> tuple:
         contiguous("causal_conv", "weight", weight, _ROWS),
         None if bias is None else contiguous("causal_conv", "bias", bias, _ROWS),
         None if initial is None else contiguous("causal_conv", "initial_states", initial, _ROWS),
-        None if sequences.offsets is None else sequences.offsets.contiguous(),
+        sequences.offsets,
     )
 
 
