@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,12 +43,14 @@ class Contract:
 
     ``kept`` maps a backend to its guarantees.  ``facts`` maps a backend and a device to every
     constant that its bits depend on; nothing else may enter, or ids would differ for no reason.
+    ``helpers`` maps a backend to others that make a part of it, whose toolchains count too.
     """
 
     op: str
     kept: Mapping[str, frozenset[str]]
     facts: Callable[[str, arch.Device], Mapping[str, object]]
     backend: Callable[[torch.device, torch.dtype], str]
+    helpers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _CONTRACTS: dict[str, Contract] = {}
@@ -131,6 +133,7 @@ def contract_id(
         "arch": where.arch,
         "plan": contract.facts(backend, where),
         "toolchain": arch.toolchain(backend),
+        **{other: arch.toolchain(other) for other in contract.helpers.get(backend, ())},
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{op}/{backend}/{where.arch}/{digest}"

@@ -108,8 +108,6 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
         "from zero, of k and of u times its decay to the chunk's end"
     )
     products = "bf16 operands, fp32 accumulators, ascending k"
-    if backend == arch.CUTE_SM90:
-        common |= {"inside of chunks, and gradients behind the chain": arch.toolchain(arch.TRITON)}
     return common | _arithmetic(backend, device) | {
         "order": order, "products": products, "block": DELTA_BLOCK,
         "sums over K of gradients": DELTA_PART,

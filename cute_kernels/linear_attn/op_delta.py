@@ -59,7 +59,8 @@ for _names, _kept, _facts, _entry in (
     ),
     (("chunk_kda", "fused_recurrent_kda"), config.KEPT, config.kda_facts, _OF_CHANNELS),
 ):
-    dispatch.register_contracts(_names, _kept, _facts, _entry)
+    # What lies inside of chunks, and most of the backward, is Triton's on SM90 too.
+    dispatch.register_contracts(_names, _kept, _facts, _entry, {CUTE_SM90: (TRITON,)})
 
 
 def entry_of(g: torch.Tensor) -> str:

@@ -96,11 +96,12 @@ def register_contracts(
     kept: Mapping[str, frozenset[str]],
     facts: Callable[[str, arch.Device], dict[str, object]],
     entry: str,
+    helpers: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
     """Add the contracts of public ops that one entry's backend computes."""
     chosen = functools.partial(backend, entry)
     for op in ops:
-        contracts.register(contracts.Contract(op, kept, facts, chosen))
+        contracts.register(contracts.Contract(op, kept, facts, chosen, helpers or {}))
 
 
 def _backends(op: str) -> dict[str, Implementation]:
