@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/rowwise": (2531, "parameters of kernels one on a line"),
     "cute_kernels/runtime": (3468, "checks, and Triton tiles of gemm, moe and attention, once"),
     "cute_kernels/sparse_attn": (13653, ""),
-    "docs": (59895, ""),
+    "docs": (59894, ""),
     "perf": (13832, ""),
     "ptxsim": (6335, ""),
     "schedulers": (5962, ""),
