@@ -57,6 +57,8 @@ class LayerCache:
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
         )
         self._kept = [Ring(slots, self._ring_rows(drafts), *each, device) for each in rows]
+        #: Of as many rows as those: what steps make of them, which a subclass may keep.
+        self._derived: list[Ring] = []
         self._conv = Ring(slots, width - 1 + drafts, (channels,), dtype, device)
 
     @torch.no_grad()
@@ -165,7 +167,10 @@ class LayerCache:
         new.spare = new.spare * 0
         # Rows that could be dropped are still behind the state.
         rows = max(self._ring_rows(drafts), self._kept[0].rows)
-        new._kept = [ring.select(slots, rows, new.length) for ring in self._kept]
+        new._kept, new._derived = (
+            [ring.select(slots, rows, new.length) for ring in rings]
+            for rings in (self._kept, self._derived)
+        )
         new._conv = self._conv.select(slots, self.width - 1 + drafts, new.conv_length)
         return new
 
@@ -199,7 +204,7 @@ class LayerCache:
         return [getattr(self, name) for name in self._names]
 
     def _rings(self) -> list[Ring]:
-        return [*self._kept, self._conv]
+        return [*self._kept, *self._derived, self._conv]
 
 
 class DeltaRuleCache(LayerCache):
@@ -222,20 +227,11 @@ class DeltaRuleCache(LayerCache):
         self.made = torch.zeros_like(self.length)
         shapes = ((v_heads, v), (v_heads, v), (v_heads, DELTA_CHUNK))
         shapes = () if self.channels or not self.made.is_cuda else shapes
-        size = slots, self._ring_rows(self.drafts)
+        size = slots, self._kept[0].rows
         self._derived = [Ring(*size, shape, dtype, self.made.device) for shape in shapes]
 
     def _goes_on(self, slot: torch.Tensor, start: torch.Tensor) -> None:
         self.made[slot] = torch.minimum(self.made[slot], start)
-
-    def _rings(self) -> list[Ring]:
-        return super()._rings() + self._derived
-
-    def _select(self, slots: torch.Tensor, drafts: int) -> LayerCache:
-        new = super()._select(slots, drafts)
-        size = self._ring_rows(drafts)
-        new._derived = [ring.select(slots, size, new.length) for ring in self._derived]
-        return new
 
     @torch.no_grad()
     def gated_delta_rule(

@@ -183,8 +183,10 @@ def fewer_drafts(rule: str) -> None:
     cache = new_cache(rule, 1, drafts=9)
     step(rule, cache, [sequence.part(0, length)])
     cache = cache.select(torch.tensor([0]), drafts=0)
-    for first in (length, length + 5):
-        check(sequence, step(rule, cache, [sequence.part(first, first + 5)])[0], first, first + 5)
+    for count in (5, 5, 1, 1):
+        part = sequence.part(length, length + count)
+        check(sequence, step(rule, cache, [part])[0], length, length + count)
+        length += count
 
 
 def neighbours(rule: str) -> None:
@@ -274,6 +276,15 @@ def test_killed(name, monkeypatch):
         monkeypatch.setattr(ck, "LinearAttentionCache", module.LinearAttentionCache)
         with pytest.raises((AssertionError, ArgumentValueError)):
             CHECKS[check](_OF_OTHERS.get(name, DELTA))
+
+
+def test_rings_of_steps_have_as_many_rows_as_the_others():
+    """Also where fewer drafts are selected: a step on a GPU finds all of them by one number."""
+    cache = new_cache(DELTA, 1, drafts=9)
+    for layer in cache.layers:
+        layer._derived = [rings.Ring(1, layer._kept[0].rows, (2, 3), BF16, "cpu")]
+    for layer in cache.select(torch.tensor([0]), drafts=0).layers:
+        assert {ring.rows for ring in (*layer._kept, *layer._derived)} == {64 + 18}
 
 
 def test_too_many_rows_are_not_dropped():
