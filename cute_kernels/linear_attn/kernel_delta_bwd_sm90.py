@@ -30,11 +30,12 @@ from .device.chain import (
     BARRIER,
     COLUMNS,
     WARPS,
-    Accumulators,
     Chain,
+    Gates,
     Operand,
     Place,
     Result,
+    RowGates,
     Shared,
 )
 from .device.fakes import states, strided
@@ -139,10 +140,8 @@ class DeltaGradientSm90(Chain):
         place: Place,
     ):
         """Load each chunk, and what follows from its gates; by a warp."""
-        lane = cute.arch.lane_idx()
-        of_v = place.head
+        of_v, tiles = place.head, shared.tiles
         of_k = of_v // (tensors.mDecay.shape[1] // sources.k.tensor.shape[2])
-        tiles = shared.tiles
         operands = (
             Operand(sources.q, tiles["sQ"], of_k, False),
             Operand(sources.k, tiles["sK"], of_k, False),
@@ -150,25 +149,14 @@ class DeltaGradientSm90(Chain):
             Operand(sources.du, tiles["sDu"], of_v, True),
             Operand(sources.a, tiles["sA"], of_v, False),
         )
-        for n in cutlass.range(place.chunks, unroll=1):
-            stage, phase = n % self.stages, n // self.stages % 2
-            full = shared.full + stage
-            start = place.first + (place.chunks - 1 - n) * ROWS
-            cute.arch.mbarrier_wait(shared.empty + stage, phase ^ 1)
-            self.load(operands, full, stage, start, place)
-            last = cutlass.min(start + ROWS, place.end) - 1
-            whole = tensors.mDecay[last, of_v]
-            sGates = shared.sGates[None, None, stage]
-            for half in cutlass.range_constexpr(ROWS // 32):
-                i = lane + 32 * half
-                row = cutlass.min(start + i, last)
-                decay = tensors.mDecay[row, of_v]
-                grown = cute.math.exp2(decay, fastmath=True)
-                sGates[i, 0] = cute.math.exp2(whole - decay, fastmath=True)
-                sGates[i, 1] = -(tensors.mBeta[row, of_v].to(cutlass.Float32) * grown)
-                sGates[i, 2] = grown * scale
-                sGates[i, 3] = cute.math.exp2(whole, fastmath=True)
-            cute.arch.mbarrier_arrive(full)
+        self.produce_chunks(operands, Gates(tensors.mDecay, tensors.mBeta, scale), shared, place)
+
+    def chunk(self, n: cutlass.Int32, place: Place) -> cutlass.Int32:
+        return place.chunks - 1 - n
+
+    def of_gates(self, row: RowGates) -> tuple[cutlass.Float32, ...]:
+        """2^(G_C - G), -β 2^G, scale 2^G, 2^G_C."""
+        return row.to_end, -(row.beta * row.grown), row.grown * row.scale, row.whole
 
     @cute.jit
     def compute(self, sources: Sources, tensors: Tensors, shared: Shared, place: Place):
@@ -188,7 +176,7 @@ class DeltaGradientSm90(Chain):
 
         for n in cutlass.range(place.chunks, unroll=1):
             stage, phase = n % self.stages, n // self.stages % 2
-            chunk = place.chunks - 1 - n
+            chunk = self.chunk(n, place)
             start = place.first + chunk * ROWS
             count = place.end - start
             sGates = shared.sGates[None, None, stage]
@@ -239,23 +227,6 @@ class DeltaGradientSm90(Chain):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(tensors.mDinitial is not None):
             self.save_state(tensors.mDinitial, tSrS, acc, place)
-
-    @cute.jit
-    def weigh(
-        self,
-        values: cute.Tensor,
-        numbers: cute.Tensor,
-        count: cutlass.Int32,
-        acc: Accumulators,
-        rounded: cute.Tensor,
-    ):
-        """rounded = values times a number of their row, 0 of rows from ``count`` on."""
-        weighed = cute.make_rmem_tensor(acc.rows, cutlass.Float32)
-        for i in cutlass.range_constexpr(cute.size(weighed)):
-            weighed[i] = values[i].to(cutlass.Float32) * self.of_row(numbers, i)
-        if count < ROWS:
-            self.clear_values(weighed, count, acc)
-        self.round(weighed, rounded)
 
 
 def build(config: DeltaConfig, compile: Callable = cute.compile):

@@ -29,7 +29,18 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, mma, tma, turnstile
-from .device.chain import BARRIER, COLUMNS, WARPS, Chain, Operand, Place, Result, Shared
+from .device.chain import (
+    BARRIER,
+    COLUMNS,
+    WARPS,
+    Chain,
+    Gates,
+    Operand,
+    Place,
+    Result,
+    RowGates,
+    Shared,
+)
 from .device.fakes import states, strided
 from .device.walks import ROWS, DeltaConfig
 
@@ -199,10 +210,8 @@ class DeltaSm90(Chain):
         self, sources: Sources, tensors: Tensors, scalars: Scalars, shared: Shared, place: Place
     ):
         """Load each chunk, and what follows from its gates; by a warp."""
-        lane = cute.arch.lane_idx()
-        of_v = place.head
+        of_v, tiles = place.head, shared.tiles
         of_k = of_v // (tensors.mDecay.shape[1] // sources.k.tensor.shape[2])
-        tiles = shared.tiles
         operands = (
             Operand(sources.q, tiles["sQ"], of_k, False),
             Operand(sources.k, tiles["sK"], of_k, False),
@@ -210,25 +219,12 @@ class DeltaSm90(Chain):
             Operand(sources.a, tiles["sA"], of_v, False),
             Operand(sources.p, tiles["sP"], of_v, False),
         )
-        for n in cutlass.range(place.chunks, unroll=1):
-            stage, phase = n % self.stages, n // self.stages % 2
-            full, start = shared.full + stage, place.first + n * ROWS
-            cute.arch.mbarrier_wait(shared.empty + stage, phase ^ 1)
-            self.load(operands, full, stage, start, place)
-            last = cutlass.min(start + ROWS, place.end) - 1
-            whole = tensors.mDecay[last, of_v]
-            sGates = shared.sGates[None, None, stage]
-            for half in cutlass.range_constexpr(ROWS // 32):
-                i = lane + 32 * half
-                row = cutlass.min(start + i, last)
-                decay = tensors.mDecay[row, of_v]
-                grown = cute.math.exp2(decay, fastmath=True)
-                sGates[i, 0] = -grown
-                sGates[i, 1] = tensors.mBeta[row, of_v].to(cutlass.Float32)
-                sGates[i, 2] = cute.math.exp2(whole - decay, fastmath=True)
-                sGates[i, 3] = grown * scalars.scale
-                sGates[i, 4] = cute.math.exp2(whole, fastmath=True)
-            cute.arch.mbarrier_arrive(full)
+        gates = Gates(tensors.mDecay, tensors.mBeta, scalars.scale)
+        self.produce_chunks(operands, gates, shared, place)
+
+    def of_gates(self, row: RowGates) -> tuple[cutlass.Float32, ...]:
+        """-2^G, β, 2^(G_C - G), scale 2^G, 2^G_C."""
+        return -row.grown, row.beta, row.to_end, row.grown * row.scale, row.whole
 
     @cute.jit
     def walk(
@@ -293,11 +289,7 @@ class DeltaSm90(Chain):
                 self.clear_values(tRrR, count, acc)
             turnstile.add_zero(tRrR)
             self.round(tRrR, rR)
-            for i in cutlass.range_constexpr(cute.size(tRrR)):
-                tRrR[i] = tRrR[i] * self.of_row(weight, i)
-            if count < ROWS:
-                self.clear_values(tRrR, count, acc)
-            self.round(tRrR, rW)
+            self.weigh(tRrR, weight, count, acc, rW)
             # Σ_j k_j (2^(G_C - G_j) u_j)ᵀ; u is handed over meanwhile
             self.multiply(acc.update, tSrD, rW, tSrK, stage, True)
             handover.await_empty(ROWS_OF_U, n)

@@ -102,8 +102,9 @@ def _offsets(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, 
     """(Offsets int32 of sequences, slots of each one of a batch or 0)."""
     if sequences.offsets is not None:
         return sequences.offsets.int(), 0
-    rows = torch.arange(sequences.count + 1, dtype=torch.int32, device=device) * sequences.length
-    return rows, -(-sequences.length // DELTA_CHUNK)
+    length = sequences.length
+    ends = torch.arange(0, sequences.rows + 1, length, dtype=torch.int32, device=device)
+    return ends, -(-length // DELTA_CHUNK)
 
 
 @functools.cache

@@ -126,9 +126,9 @@ MUTANTS = {
     "neighbours_keys": (FORWARD, 'self.clear_rows((tiles["sK"],), stage, count, lane)', "pass",
                         written_order),
     "u_rounded_before_its_weight": (
-        FORWARD, "tRrR[i] = tRrR[i] * self.of_row(weight, i)",
-        "tRrR[i] = cute.make_tensor(rR.iterator, acc.rows)[i].to(cutlass.Float32)"
-        " * self.of_row(weight, i)", written_order),
+        FORWARD, "self.weigh(tRrR, weight, count, acc, rW)",
+        "self.weigh(cute.make_tensor(rR.iterator, acc.rows), weight, count, acc, rW)",
+        written_order),
     "the_update_on_the_state": (
         FORWARD, "tSrS[i] = cute.math.fma(whole, tSrS[i], tSrD[i])",
         "tSrS[i] = whole * tSrS[i] + 0.0 + tSrD[i]", written_order),
@@ -145,9 +145,11 @@ MUTANTS = {
         "self.multiply(acc.by_rows, tRrR, rU", "self.multiply(acc.by_keys, tRrR, rU",
         written_order,
     ),
-    "first_chunk_first": (BACK, "chunk = place.chunks - 1 - n", "chunk = n", written_order),
+    "first_chunk_first": (BACK, "return place.chunks - 1 - n", "return n", written_order),
     "stages_filled_in_use": (
-        FORWARD, "cute.arch.mbarrier_wait(shared.empty + stage, phase ^ 1)", "pass", schedules,
+        FORWARD, "            self.release(shared, stage, lane)\n            for i in",
+        "            self.release(shared, stage, lane)\n"
+        "            self.release(shared, stage, lane)\n            for i in", schedules,
     ),
 }  # fmt: skip
 BY_DAY = ("neighbours_keys", "the_inverse_itself")

@@ -1,1 +1,1 @@
-"""What the SM90 kernels of linear attention share."""
+"""CuTe code that the SM90 kernels of linear attention share."""

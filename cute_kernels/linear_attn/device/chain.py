@@ -52,12 +52,32 @@ class Shared:
 
 @dataclass(frozen=True)
 class Operand:
-    """What is loaded of a chunk: rows by columns, or the transpose of columns from the CTA's on."""
+    """One operand of a chunk: rows by columns, or the transpose of columns from the CTA's on."""
 
     source: tma.Source
     tile: cute.Tensor
     head: cutlass.Int32
     transposed: bool
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What the numbers of rows follow from: G, β, [N, HV], and the scale."""
+
+    mDecay: cute.Tensor
+    mBeta: cute.Tensor
+    scale: cutlass.Float32
+
+
+@dataclass(frozen=True)
+class RowGates:
+    """Of a row: 2^G, β, 2^(G_C - G); and 2^G_C of its chunk, and the scale."""
+
+    grown: cutlass.Float32
+    beta: cutlass.Float32
+    to_end: cutlass.Float32
+    whole: cutlass.Float32
+    scale: cutlass.Float32
 
 
 @dataclass(frozen=True)
@@ -126,7 +146,7 @@ class Chain:
         return smem.operand_layout(self.dtype, ROWS, self.keys, "k", self.stages)
 
     def of_keys_transposed(self) -> cute.ComposedLayout:
-        """The same memory, K by rows."""
+        """Stages of K by rows, the same memory."""
         return smem.operand_layout(self.dtype, self.keys, ROWS, "mn", self.stages)
 
     def square(self, major: str) -> cute.ComposedLayout:
@@ -180,7 +200,7 @@ class Chain:
 
     @cute.jit
     def place(self, mOffsets: cute.Tensor, slots: cutlass.Int32):
-        """Where this CTA works; slots: of a sequence of a batch, 0 of a pack."""
+        """Find where this CTA works; slots: of a sequence of a batch, 0 of a pack."""
         sequence, head, part = cute.arch.block_idx()
         first, end = mOffsets[sequence], mOffsets[sequence + 1]
         slot = sequence * slots
@@ -212,6 +232,41 @@ class Chain:
             atom = operand.source.atom
             tXsX, tXgX = tma.partition(atom, 0, cute.make_layout(1), operand.tile, gX)
             cute.copy(atom, tXgX, tXsX[None, stage], tma_bar_ptr=full)
+
+    def chunk(self, n: cutlass.Int32, place: Place) -> cutlass.Int32:
+        """Number of the chunk that is the walk's ``n``-th."""
+        return n
+
+    @cute.jit
+    def produce_chunks(
+        self,
+        operands: cutlass.Constexpr[tuple[Operand, ...]],
+        gates: Gates,
+        shared: Shared,
+        place: Place,
+    ):
+        """Load each chunk, and the kernel's ``of_gates`` of its rows; by a warp."""
+        lane, head = cute.arch.lane_idx(), place.head
+        for n in cutlass.range(place.chunks, unroll=1):
+            stage, phase = n % self.stages, n // self.stages % 2
+            full, start = shared.full + stage, place.first + self.chunk(n, place) * ROWS
+            cute.arch.mbarrier_wait(shared.empty + stage, phase ^ 1)
+            self.load(operands, full, stage, start, place)
+            last = cutlass.min(start + ROWS, place.end) - 1
+            whole = gates.mDecay[last, head]
+            sGates = shared.sGates[None, None, stage]
+            for half in cutlass.range_constexpr(ROWS // 32):
+                i = lane + 32 * half
+                row = cutlass.min(start + i, last)
+                decay, beta = gates.mDecay[row, head], gates.mBeta[row, head]
+                grown, to_end, at_end = (
+                    cute.math.exp2(x, fastmath=True) for x in (decay, whole - decay, whole)
+                )
+                row_gates = RowGates(grown, beta.to(cutlass.Float32), to_end, at_end, gates.scale)
+                numbers = self.of_gates(row_gates)
+                for which in cutlass.range_constexpr(len(numbers)):
+                    sGates[i, which] = numbers[which]
+            cute.arch.mbarrier_arrive(full)
 
     # ---- the warps that compute ------------------------------------------------------------------
 
@@ -300,7 +355,7 @@ class Chain:
         return out
 
     def of_row(self, numbers: cute.Tensor, i: int) -> cutlass.Float32:
-        """That of element ``i`` of an accumulator: two rows, two columns, eights of rows."""
+        """Pick that of element ``i`` of an accumulator: two rows, two columns, eights of rows."""
         return numbers[i % 2, i // 4]
 
     @cute.jit
@@ -309,6 +364,23 @@ class Chain:
         for i in cutlass.range_constexpr(cute.size(values)):
             if acc.cR[i][1] >= count:
                 values[i] = cutlass.Float32(0.0)
+
+    @cute.jit
+    def weigh(
+        self,
+        values: cute.Tensor,
+        numbers: cute.Tensor,
+        count: cutlass.Int32,
+        acc: Accumulators,
+        rounded: cute.Tensor,
+    ):
+        """rounded = values times a number of their row, 0 of rows from ``count`` on."""
+        weighed = cute.make_rmem_tensor(acc.rows, cutlass.Float32)
+        for i in cutlass.range_constexpr(cute.size(weighed)):
+            weighed[i] = values[i].to(cutlass.Float32) * self.of_row(numbers, i)
+        if count < ROWS:
+            self.clear_values(weighed, count, acc)
+        self.round(weighed, rounded)
 
     @cute.jit
     def clear_rows(

@@ -1,4 +1,4 @@
-"""What walks over chunks are compiled for."""
+"""Configurations of walks over chunks."""
 
 from dataclasses import dataclass
 
