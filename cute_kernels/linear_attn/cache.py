@@ -1,7 +1,8 @@
-"""What decoding keeps of hybrid layers: a state before the open chunk, and the rows since.
+"""Caches of hybrid layers for decoding: a state before the open chunk, and the rows since.
 
-Rows of a chunk need all rows before them in it, so a step computes the open chunk again, from the
-state before it: a row has the bytes that it has in one pass, whatever pieces it came in.
+Rows of a chunk need all rows before them in it, so a step goes on from the state before the
+open chunk and from its rows: a row has the bytes that it has in one pass, whatever pieces it came
+in.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ class LayerCache:
         batch, length = kept[0].shape[:2]
         self._check("rows", kept[0], cu_seqlens, slots)
         pieces = pieces_of(kept[0], cu_seqlens)
-        for ring, given in zip(self._kept, kept, strict=True):
-            if torch.promote_types(ring.data.dtype, given.dtype) != ring.data.dtype:
+        for ring, operand in zip(self._kept, kept, strict=True):
+            if torch.promote_types(ring.data.dtype, operand.dtype) != ring.data.dtype:
                 want = f"{ring.data.dtype}, that of the cache, or one that it holds"
-                raise DtypeError(expected("rows", want, given.dtype))
+                raise DtypeError(expected("rows", want, operand.dtype))
         slot = self._slots(pieces, slots)
         base, start = self.grid[slot], self.length[slot]
         self._goes_on(slot, start)
@@ -132,24 +133,24 @@ class LayerCache:
         old = p < opened[s]
         new = torch.where(old | (r >= offsets[-1]), 0, pieces.first[s] + p - opened[s])
 
-        def rows(ring: Ring, given: torch.Tensor) -> torch.Tensor:
-            given = given.flatten(0, 1)[new]
-            before = ring.read(slot[s], base[s] + p).to(given.dtype)
-            return torch.where(old.view(-1, *[1] * (given.dim() - 1)), before, given)[None]
+        def rows(ring: Ring, operand: torch.Tensor) -> torch.Tensor:
+            after = operand.flatten(0, 1)[new]
+            before = ring.read(slot[s], base[s] + p).to(after.dtype)
+            return torch.where(old.view(-1, *[1] * (after.dim() - 1)), before, after)[None]
 
         operands = [rows(*pair) for pair in zip(self._kept, kept, strict=True)]
         operands += [None if t is None else t.flatten(0, 1)[new][None] for t in others]
         out, state = scan(operands, self.state[slot], offsets)
-        behind = base + (offsets.diff() - self.drafts).clamp(min=0) // self.chunk * self.chunk
-        of, position = slot[pieces.sequence], start[pieces.sequence] + pieces.place
-        keep = pieces.inside & (position >= behind[pieces.sequence])
-        for ring, given in zip(self._kept, kept, strict=True):
-            ring.write(of, position, keep, given.flatten(0, 1))
-        self.state[slot], self.grid[slot] = state, behind
+        grid = base + (offsets.diff() - self.drafts).clamp(min=0) // self.chunk * self.chunk
+        slot_of_row, position = slot[pieces.sequence], start[pieces.sequence] + pieces.place
+        keep = pieces.inside & (position >= grid[pieces.sequence])
+        for ring, operand in zip(self._kept, kept, strict=True):
+            ring.write(slot_of_row, position, keep, operand.flatten(0, 1))
+        self.state[slot], self.grid[slot] = state, grid
         self.length[slot] = start + pieces.count
         self._appended(slot, pieces.count)
-        at = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
-        return out[0][at].unflatten(0, (batch, length))  # 0 of rows behind the pack
+        row = offsets[pieces.sequence] + opened[pieces.sequence] + pieces.place
+        return out[0][row].unflatten(0, (batch, length))  # 0 of rows behind the pack
 
     def _goes_on(self, slot: torch.Tensor, start: torch.Tensor) -> None:
         """Let rows from ``start`` on be others than they were."""
@@ -399,12 +400,11 @@ class SelectiveScanCache(StateSpaceCache):
 
 
 class LinearAttentionCache:
-    """What layers of the gated delta rule, or of Mamba-2, keep of their sequences between calls.
+    """Cache of layers of the gated delta rule, of KDA or of Mamba, between calls.
 
     A layer's record has, for each slot, the state before the open chunk of 64 rows (Mamba-2: 128),
-    the rows since (k, v, g, beta; x, dt, B), and the last inputs of its convolution.  Each step
-    computes the open chunk again: training, prefill in any pieces, single rows and drafts have the
-    same bytes.
+    the rows since (k, v, g, beta; x, dt, B), and the last inputs of its convolution.  A step
+    goes on from these: training, prefill in any pieces, single rows and drafts have the same bytes.
 
     Args:
         layers: Number of layers.
@@ -541,18 +541,18 @@ class LinearAttentionCache:
 
 
 class _Mamba2Cache(LinearAttentionCache):
-    """What `LinearAttentionCache.of_mamba2` makes."""
+    """Class of `LinearAttentionCache.of_mamba2`."""
 
     _record = StateSpaceCache
 
 
 class _MambaCache(LinearAttentionCache):
-    """What `LinearAttentionCache.of_mamba` makes."""
+    """Class of `LinearAttentionCache.of_mamba`."""
 
     _record = SelectiveScanCache
 
 
 class _KdaCache(LinearAttentionCache):
-    """What `LinearAttentionCache.of_kda` makes."""
+    """Class of `LinearAttentionCache.of_kda`."""
 
     _record = KdaCache

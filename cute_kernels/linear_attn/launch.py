@@ -126,8 +126,8 @@ def configs() -> Iterator[DeltaConfig]:
     """Every configuration that can be chosen."""
     states = (False, True)
     for options in itertools.product(DELTA_GPU_SIZES, ("bf16", "fp32"), states, states):
-        for of in _KERNELS:
-            yield of(*options)
+        for config in _KERNELS:
+            yield config(*options)
 
 
 def catalogue() -> Iterator[Entry]:

@@ -70,6 +70,6 @@ class Ring:
         back = torch.arange(-min(rows, self.rows), 0, device=self.data.device)
         position = length[:, None] + back
         slot = torch.arange(len(slots), device=slots.device)[:, None].expand_as(position)
-        kept = self.read(slots[:, None], position).flatten(0, 1)
-        new.write(slot.flatten(), position.flatten(), (position >= 0).flatten(), kept)
+        newest = self.read(slots[:, None], position).flatten(0, 1)
+        new.write(slot.flatten(), position.flatten(), (position >= 0).flatten(), newest)
         return new

@@ -55,7 +55,7 @@ class DeltaRule(NamedTuple):
 
 
 class Last(NamedTuple):
-    """Where the last states of sequences go, and behind which rows they are taken.
+    """Last states of sequences, and the rows behind which they are taken.
 
     states: [S, HV, K, V], fp32.  lag: -1: behind the last row; else behind the last whole chunk of
     all rows but the last ``lag``, which may yet be dropped; the initial state if there is none.
@@ -66,7 +66,7 @@ class Last(NamedTuple):
 
 
 class DeltaSaved(NamedTuple):
-    """What the forward of a gated delta rule leaves to its backward.
+    """Tensors that the forward of a gated delta rule leaves to its backward.
 
     states: [slots, HV, K, V], the state before each chunk, at its slot of `Sequences.slots`; fp32
     on the CPU, whose other tensors are of size 0, and bf16 in Triton.  decay: as g, fp32.
@@ -81,7 +81,7 @@ class DeltaSaved(NamedTuple):
 
 
 class DeltaRecord(NamedTuple):
-    """What a cache keeps of sequences; `triton.delta_step.delta_step` writes all of it.
+    """Tensors of a cache; `triton.delta_step.delta_step` writes all of it.
 
     tensors: state [slots, HV, K, V], fp32, and the rings of k, v, g, beta, [slots R + 1, H, ...].
     derived: Those of r and u [slots R + 1, HV, V] and of rows of A [slots R + 1, HV, 64], bf16.
@@ -139,7 +139,7 @@ class StateSpace(NamedTuple):
 
 
 class StateSpaceSaved(NamedTuple):
-    """What the forward of a state space scan leaves to its backward.
+    """Tensors that the forward of a state space scan leaves to its backward.
 
     states: [slots, H, P, N_], the state before each chunk, at its slot of `Sequences.slots`; fp32
     on the CPU, whose other tensors are of size 0, and bf16 in Triton.  step, decay: [H, N], fp32.

@@ -254,7 +254,7 @@ MUTANTS = {
     "state_of_all_channels": ("drafts", "True, self.drafts,\n", "True, -1,\n"),
     "short_rings": ("fewer drafts", "max(self._ring_rows(drafts), self._kept[0].rows)",
                     "self._ring_rows(drafts)"),
-    "another_row": ("neighbours", "out[0][at]", "out[0][at - 1]"),
+    "another_row": ("neighbours", "out[0][row]", "out[0][row - 1]"),
     "states_stay": ("copies", '("state", "grid", "length"', '("grid", "length"'),
 }  # fmt: skip
 

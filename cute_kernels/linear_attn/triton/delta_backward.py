@@ -16,7 +16,7 @@ from .plan import TRITON
 
 
 class Links(NamedTuple):
-    """What the chunks of a sequence hand on: operands as rows, and gradients of states.
+    """Tensors that chunks of a sequence hand on: operands as rows, and gradients of states.
 
     d_out, du: Of o, and of u by a chunk alone.  q, k, weighted: k to a chunk's end; of gates by
     channel all with their decays, else q and k, and None.  d_final: Of the last states, or None.
