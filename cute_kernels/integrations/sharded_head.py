@@ -70,7 +70,9 @@ def head_logp(
     if not gathering.is_sharded(weight) and not gathering.is_sharded(bias):
         into = _main_grad(head)
         return api.linear_logp(hidden, weight, target, bias, main_grad=into, **scoring.options())
-    outputs = _HeldHead.apply(hidden, weight, bias, target, scoring)
+    # Autograd records the shapes of parameters where the node is made: those of whole ones.
+    with gathering.whole((weight, bias)):
+        outputs = _HeldHead.apply(hidden, weight, bias, target, scoring)
     return outputs if scoring.return_entropy else outputs[0]
 
 
@@ -108,7 +110,7 @@ def _main_grad(head: torch.nn.Module) -> torch.Tensor | None:
 
 
 class _HeldHead(torch.autograd.Function):
-    """`linear_logp` that gathers around its forward, and again around its backward."""
+    """`linear_logp` of whole parameters, which are gathered again around its backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, scoring):
@@ -117,7 +119,7 @@ class _HeldHead(torch.autograd.Function):
             ctx.dtype = torch.get_autocast_dtype(hidden.device.type)
         # Not saved tensors: hooks that move those elsewhere would copy a whole weight.
         ctx.weight, ctx.bias = weight, bias
-        with gathering.whole((weight, bias)), _no_autocast(hidden.device):
+        with _no_autocast(hidden.device):
             operands = [_cast(t, ctx.dtype) for t in (hidden, weight, bias)]
             ctx.arguments, results = _forward(*operands, target, scoring)
         # Hooks for the backward hang on what is returned: FSDP2 warns of one that is a view.
