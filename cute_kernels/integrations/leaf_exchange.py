@@ -63,11 +63,25 @@ class Sum(NamedTuple):
     device: torch.device
     group: dist.ProcessGroup
 
-    def run(self, path: str, pieces: int = 1) -> torch.Tensor:
-        """The sum [rows, N] on every rank; ``pieces``: blocks of rows that a chain passes on."""
+    def run(self, path: str, block: int) -> torch.Tensor:
+        """The sum [rows, N] on every rank; no more than ``block`` rows are exchanged at a time.
+
+        The leaves of a row do not depend on other rows, so blocks show in no bit.
+        """
         if path == CHAINED:
-            return chained(self, pieces)
-        return gathered(self) if path == GATHERED else scattered(self)
+            return chained(self, block)
+        exchange, rows = gathered if path == GATHERED else scattered, self.sizes.rows
+        sums = [exchange(self.slice_rows(_span(i, block, rows))) for i in range(0, rows, block)]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    def slice_rows(self, block: slice) -> Sum:
+        """The sum of some rows."""
+
+        def leaves_of(span: slice) -> torch.Tensor:
+            return self.leaves_of(slice(block.start + span.start, block.start + span.stop))
+
+        sizes = self.sizes._replace(rows=block.stop - block.start)
+        return self._replace(leaves_of=leaves_of, sizes=sizes)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor."""
@@ -119,7 +133,7 @@ def _exchange(total: Sum, share: int) -> torch.Tensor:
     return received
 
 
-def chained(total: Sum, pieces: int) -> torch.Tensor:
+def chained(total: Sum, block: int) -> torch.Tensor:
     """[rows, N] on two ranks, by messages.
 
     Rank 0 sums its leaves of piece p in step p, and rank 1 adds its own to that sum in step p + 1
@@ -129,6 +143,7 @@ def chained(total: Sum, pieces: int) -> torch.Tensor:
     sizes, group = total.sizes, total.group
     rank, other = group.rank(), 1 - group.rank()
     process_groups.connect(group, total.device)
+    pieces = -(-sizes.rows // block)
     size = -(-sizes.rows // pieces)
     spans = [_span(first, size, sizes.rows) for first in range(0, sizes.rows, size)]
     out = total.new(sizes.rows, sizes.columns, dtype=total.dtype)

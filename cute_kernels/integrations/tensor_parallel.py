@@ -22,14 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import contracts
-from ..errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DeviceError,
-    ShapeError,
-    UnsupportedTransformError,
-    expected,
-)
+from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..gemm import checks, config, op
 from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
@@ -255,11 +248,7 @@ def parallel(
     product: Product, name: str, operands: tuple, mesh, order: str, verify: bool | str
 ) -> torch.Tensor:
     """Call either function of a product with its operands."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        raise UnsupportedTransformError(
-            f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
-            "compile around it: torch.compiler.disable(function)"
-        )
+    process_groups.refuse_graphs(name)
     group, cuts_k = group_of_mesh(mesh), name == product.names[0]
     refusal = None
     try:
@@ -303,11 +292,7 @@ def check(product: Product, operands: tuple, order: str, group: dist.ProcessGrou
             raise ArgumentTypeError(expected(argument, want, type(t).__name__))
     product.check(x, weight, offsets, bias, main_grad)
     dispatch.backend(product.leaves, x.device, _cast_dtype(x))
-    if checking.in_memory(x) is None:
-        raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
-    if group.size() > 1 and x.device.type not in (devices := process_groups.devices(group)):
-        want = f"a device that mesh can exchange from ({', '.join(devices)})"
-        raise DeviceError(expected("x", want, x.device))
+    process_groups.check_exchangeable("x", x, group)
 
 
 def check_order(order: str) -> None:
@@ -423,21 +408,11 @@ def sum_over_ranks(
         bias: [columns] or None.
         like: A tensor of the dtype and device of the result.
     """
-    (rows, n, size), ranks = shape, group.size()
-    length = leaves.length(size * ranks)
-    count = size // length
-    block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
-    # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    path, pieces = leaf_exchange.choose(Sizes(rows, n, count, ranks), GATHER_BYTES), 1
-    if path == leaf_exchange.CHAINED:
-        block, pieces = rows, -(-rows // block)
-    sums = []
-    for first in range(0, rows, block):
-        sizes = Sizes(min(block, rows - first), n, count, ranks)
-
-        def leaves_of_block(span: slice, first: int = first) -> torch.Tensor:
-            return leaves_of(slice(first + span.start, first + span.stop), length)
-
-        total = leaf_exchange.Sum(leaves_of_block, sizes, bias, like.dtype, like.device, group)
-        sums.append(total.run(path, pieces))
-    return sums[0] if len(sums) == 1 else torch.cat(sums)
+    rows, n, size = shape
+    length = leaves.length(size * group.size())
+    sizes = Sizes(rows, n, size // length, group.size())
+    total = leaf_exchange.Sum(
+        lambda span: leaves_of(span, length), sizes, bias, like.dtype, like.device, group
+    )
+    block = max(1, BLOCK_BYTES // (sizes.leaves * n * torch.float32.itemsize))
+    return total.run(leaf_exchange.choose(sizes, GATHER_BYTES), block)

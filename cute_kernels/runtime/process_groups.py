@@ -69,7 +69,7 @@ def check_exchangeable(name: str, t: torch.Tensor, group: dist.ProcessGroup) -> 
     if checking.in_memory(t) is None:
         raise ArgumentTypeError(expected(name, "a tensor with memory", type(t).__name__))
     if group.size() > 1 and t.device.type not in (able := devices(group)):
-        want = f"a device that group can exchange from ({', '.join(able)})"
+        want = f"a device that ranks can exchange from ({', '.join(able)})"
         raise DeviceError(expected(name, want, t.device))
 
 

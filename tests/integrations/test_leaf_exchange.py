@@ -40,8 +40,12 @@ def drawn(leaves: int, rows: int, n: int = N) -> torch.Tensor:
     return parts
 
 
-def exchange(path: str, pieces: int, parts, bias, dtype, ranks: int, board=None) -> list:
-    """The sum on each of the ranks, which have equal numbers of the leaves."""
+def exchange(path: str, parts, bias, dtype, ranks: int, board=None, pieces: int = 0) -> list:
+    """The sum on each of the ranks, which have equal numbers of the leaves.
+
+    pieces: Blocks of rows that are exchanged; 0: several in a chain, else one.
+    """
+    pieces = pieces or (3 if path == CHAINED else 1)
     count, rows, n = len(parts) // ranks, *parts.shape[1:]
     sizes = Sizes(rows, n, count, ranks)
 
@@ -49,23 +53,23 @@ def exchange(path: str, pieces: int, parts, bias, dtype, ranks: int, board=None)
         own = parts[rank.rank() * count :][:count]
         leaves_of = lambda span: own[:, span].clone()  # noqa: E731
         total = Sum(leaves_of, sizes, bias, dtype, torch.device("cpu"), rank)
-        return total.run(path, pieces)
+        return total.run(path, -(-rows // pieces))
 
     return threads.together(ranks, work, board)
 
 
-def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
+def differing(ranks: int, path: str) -> list[tuple]:
     """Cases in which a rank's bytes are not those of `op.add_leaves` of all leaves."""
-    found = []
+    wrong = []
     for leaves in {ranks, 2 * ranks, 8} if ranks < 8 else {8}:
         for rows in (1, 2, 8, 9, 37):
             parts = drawn(leaves, rows)
             for dtype, bias in ((BF16, torch.randn(N).to(BF16)), (FP32, None)):
                 want = op.add_leaves(parts, bias, dtype)
-                sums = exchange(path, min(pieces, rows), parts, bias, dtype, ranks)
+                sums = exchange(path, parts, bias, dtype, ranks)
                 if not all(same_bytes(got, want) for got in sums):
-                    found.append((leaves, rows, dtype))
-    return found
+                    wrong.append((leaves, rows, dtype))
+    return wrong
 
 
 #: Paths and the numbers of ranks that take them.
@@ -77,11 +81,13 @@ def test_every_path_has_the_bytes_of_one_rank(path, ranks):
     assert not differing(ranks, path)
 
 
+@pytest.mark.parametrize("path", paths(2))
 @pytest.mark.parametrize("pieces", [1, 2, 5, 37])
-def test_no_number_of_pieces_shows(pieces):
+def test_no_number_of_pieces_shows(pieces, path):
     parts = drawn(4, 37)
     want = op.add_leaves(parts, None, BF16)
-    assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, 2))
+    sums = exchange(path, parts, None, BF16, 2, pieces=pieces)
+    assert all(same_bytes(y, want) for y in sums)
 
 
 def received(path: str, ranks: int, item: int) -> float:
@@ -99,7 +105,7 @@ def received(path: str, ranks: int, item: int) -> float:
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     """Of the rank that receives most."""
     board, parts = threads.Board(ranks), drawn(8, 16 * ranks)
-    exchange(path, 4, parts, None, dtype, ranks, board)
+    exchange(path, parts, None, dtype, ranks, board)
     elements = 16 * ranks * N
     assert max(board.received) == elements * received(path, ranks, dtype.itemsize)
 
@@ -130,7 +136,7 @@ def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, ranks, launches):
     monkeypatch.setattr(op, "_adds_by_triton", lambda device: True)
     monkeypatch.setattr(op, "_triton_launcher", lambda: SimpleNamespace(add_leaves=add_leaves))
     with Runner(package, {"root_kernel": ("out_ptr",)}).simulated() as kernels:
-        sums = exchange(path, 3, parts, bias, BF16, ranks)
+        sums = exchange(path, parts, bias, BF16, ranks)
     assert len(kernels) == launches
     assert all(same_bytes(got, want) for got in sums)
 
