@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations import tiny
-from tests.integrations.fsdp_rank import sharded
 from tests.ranks import named_on_all, on_cards, show
 
 STEPS = 5
@@ -26,7 +25,7 @@ def main(device: str) -> int:
     for dtype in (torch.bfloat16, torch.float32):
         for tied in (False, True):
             single = tiny.llama(tied).to(device, dtype)
-            shard = sharded(copy.deepcopy(single), "layers", device)
+            shard = tiny.fully_sharded(copy.deepcopy(single), "layers", device)
             names = named_on_all(tiny.differing_steps(shard, single, dist.get_rank(), STEPS))
             different += len(names)
             said = f"DIFFER: {names}" if names else f"{STEPS} steps, same bytes"

@@ -10,16 +10,21 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import cute_kernels as ck
+from cute_kernels.integrations import gathering
 from cute_kernels.integrations.publish import read_weights
 from cute_kernels.integrations.token_logps import policy_loss, token_logps
+from cute_kernels.runtime import data_parallel
 from tests.contract import same_bytes
 
 VOCAB, WIDTH, RANKS = 96, 64, 2
@@ -161,6 +166,12 @@ def differing_steps(
     return wrong
 
 
+def kill_one(sharded: Callable[[torch.nn.Module], Sharded]) -> None:
+    """Rank 1 kills itself in the middle of a step."""
+    single = llama()
+    differing_steps(sharded(copy.deepcopy(single)), single, dist.get_rank(), 3, killed=1)
+
+
 def differing_policy_loss(shard: Sharded, single: torch.nn.Module, rank: int) -> list[str]:
     """Names of what differs in `policy_loss` of each rank's half from one process's."""
     outs = [fused(single, part(batch(9), each)) for each in range(RANKS)]
@@ -203,3 +214,96 @@ def check_publication(shard: Sharded, single: torch.nn.Module, publish, folder, 
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     assert manifest.tied == (tied if single.config.tie_word_embeddings else {})
     assert not shard.left_over()
+
+
+# ---- models that FSDP2 and DeepSpeed shard ------------------------------------------------------
+
+
+def fully_sharded(model: torch.nn.Module, which: str, device: str = "cpu") -> Sharded:
+    """A model of which ``which`` modules are sharded by themselves besides the whole."""
+    mesh = init_device_mesh(device, (RANKS,))
+    if "layers" in which:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+    if "head" in which:
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    steady = optimizer(model)
+
+    def backward(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    def step() -> None:
+        steady.step()
+        steady.zero_grad()
+
+    return Sharded(model, backward, step, lambda: gathered(model), lambda: left_over_of_fsdp(model))
+
+
+def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+def left_over_of_fsdp(model: torch.nn.Module) -> list[str]:
+    """Parameters of which this rank holds more than its part, and memory of whole ones."""
+    names = []
+    for name, p in model.named_parameters():
+        if not hasattr(p, "to_local") or p.to_local().numel() * RANKS != p.numel():
+            names.append(name)
+    mine = {id(p) for p in model.parameters()}
+    for one in data_parallel._gathered(sys.modules[data_parallel.FSDP2_STATES]):
+        whole = getattr(one, "_unsharded_param", None)
+        if id(one.sharded_param) in mine and whole is not None:
+            names += ["a whole one"] * (whole.untyped_storage().size() > 0)
+    return names
+
+
+def engine_of(model: torch.nn.Module, zero: object, **more: object):
+    os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(RANKS)}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(dist.get_rank()))
+    import deepspeed
+    from deepspeed.comm import torch as transport
+
+    # A kernel for all_reduce in shared memory, which is compiled at first use (30 s).
+    transport.build_shm_op = lambda: None
+    if zero:
+        # DeepSpeed would keep as small a model as this whole, for the next use.
+        names = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+        zero = {"stage": zero} | {f"stage3_{name}": 0 for name in names}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # Its default of 1 would scale them.
+        "gradient_clipping": 0.0,
+        **more,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer(model), config=config, dist_init_required=False
+    )
+    return engine
+
+
+def left_over(module: torch.nn.Module) -> list[str]:
+    """Parameters of ZeRO's stage 3 that are still there."""
+    return [name for name, p in module.named_parameters() if p.numel()]
+
+
+def zero_sharded(model: torch.nn.Module, stage: int) -> Sharded:
+    """A model in a DeepSpeed engine."""
+    engine = engine_of(model, stage or False)
+    module = engine.module
+
+    def backward(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        engine.backward(loss)
+        return {name: safe_get_full_grad(p).clone() for name, p in module.named_parameters()}
+
+    def weights() -> dict[str, torch.Tensor]:
+        with gathering.whole(module.parameters()):
+            return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    kept = left_over if stage == 3 else lambda module: []
+    return Sharded(engine, backward, engine.step, weights, lambda: kept(module))

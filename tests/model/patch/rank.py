@@ -126,7 +126,7 @@ def of_hybrid() -> list[str]:
 
 def under_zero(rank: int, order: str) -> list[str]:
     """Torch's attention is left in fp32; every parameter is in parts in between."""
-    from tests.integrations import zero_rank as engines
+    from tests.integrations import tiny as engines
 
     _, losses, _ = alone(True)
     net = fresh(True).train()
