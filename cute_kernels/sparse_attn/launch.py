@@ -28,7 +28,7 @@ from .kv_ranges import launch as buffer_launch
 from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order, Window, band
 from .pack_gqa import PackedGqa, has_group_masks
 from .paged import launch as paged_launch
-from .tensors import Grads, Saved, shape_of_out, sinks_gradient
+from .tensors import Grads, Keys, Saved, Varlen, shape_of_out, sinks_gradient
 
 NAME = "block_sparse_attention"
 
@@ -72,7 +72,7 @@ def plan_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: LoweredMask,
+    keys: Keys,
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
@@ -80,15 +80,19 @@ def plan_forward(
     """Launch plan of (out, lse) of ``op``; `plan_one_kernel`, or two kernels with the same bytes.
 
     The latter where one query a sequence sees a range of a long key buffer (``kv_ranges.launch``).
-    It may hold the lists of ``mask``: cache it no longer than those.
+    It may hold the lists of a mask: cache it no longer than those.
     """
-    keys = buffer_launch.keys_of(mask) if buffer_launch.is_long(q, k, v) else None
-    if keys is None:
-        return plan_one_kernel(q, k, v, mask, scale, softcap, sinks)
-    launch = buffer_launch.plan(q, k, v, keys, scale, softcap)
+    if not buffer_launch.is_long(q, k, v):
+        return plan_one_kernel(q, k, v, keys, scale, softcap, sinks)
+    by_range = isinstance(keys, Tensor)
+    seen = None if by_range else buffer_launch.keys_of(keys)
+    if not by_range and seen is None:
+        return plan_one_kernel(q, k, v, keys, scale, softcap, sinks)
+    launch = buffer_launch.plan(q, k, v, seen, scale, softcap)
+    is_contiguous = by_range and keys.is_contiguous()
 
-    def run(q, k, v, mask, scale, softcap, sinks=None):
-        return launch(q, k, v, sinks, None)
+    def run(q, k, v, keys, scale, softcap, sinks=None):
+        return launch(q, k, v, sinks, _by_token(keys, is_contiguous) if by_range else None)
 
     return Plan(run)
 
@@ -97,85 +101,38 @@ def plan_one_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: LoweredMask,
+    keys: Keys,
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
     """Launch plan of `plan_forward` of one kernel; tiles of 128 or 192 query rows of a head.
 
-    It holds the lists of ``mask``: cache it no longer than those.
+    A varlen batch has a launch before it, which makes its table.
     """
-    lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
-    # Where whole blocks alone are masked, and alike for all heads, a row's number is in no rule.
-    grouped = q.shape[1] == 1 and mask.form == "none" and mask.kv_count.shape[1] == 1
-    rule = mask.form, (mask.lo, mask.hi)
-    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packs_gqa=grouped)
-
-    def run(q, k, v, mask, scale, softcap, sinks=None):
-        return launch(q, k, v, sinks, (*lists, None), None)
-
-    return Plan(run)
-
-
-forward = launcher(plan_forward)
-
-
-def plan_forward_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    window: Window,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Plan:
-    """Launch plan of (out, lse) of sequences where they lie in q, k, v [1, T, H, D]: two launches.
-
-    bounds: [N, 2], int32 or int64, where each begins and ends, in ascending order; the host reads
-    none, see ``kernel_varlen_tables_sm90``.  window: (left, right), None for no bound.  Tokens
-    after the last sequence see nothing; tokens of no sequence are not written.
-    """
-    tables = plan_varlen_tables(bounds, q)
-    rule = config.VARLEN_FORM, band(window)
-    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), tables.rows)
-
-    def run(q, k, v, bounds, window, scale, softcap, sinks=None):
-        table, _ = tables.run(bounds)
-        return launch(q, k, v, sinks, (*NO_LISTS, None), table)
-
-    return Plan(run)
-
-
-forward_varlen = launcher(plan_forward_varlen)
-
-
-def _plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    rule: tuple[str, tuple[int, int]],
-    factors: tuple[float, float],
-    varlen_rows: int = 0,
-    packs_gqa: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``run(q, k, v, sinks, lists, table)`` of a forward; rule: (form, band).
-
-    varlen_rows: Query rows of the blocks of a varlen batch; 0: none.  packs_gqa: Whether the heads
-    of a group are rows of one head, for one query.
-    """
-    device, out_shape, (batch, _, heads, _) = q.device, shape_of_out(q, v), q.shape
-    (form, ends), (scale, softcap) = rule, factors
+    device, out_shape, (batch, q_len, heads, _) = q.device, shape_of_out(q, v), q.shape
+    lists, ends, tables, is_contiguous = NO_LISTS, (0, 0), None, True
+    if isinstance(keys, LoweredMask):
+        form, ends = keys.form, (keys.lo, keys.hi)
+        lists = keys.kv_count, not_empty(keys.kv_entry), not_empty(keys.kv_tile), keys.words
+        # Where whole blocks alone are masked, and alike for all heads, a row's number is in no
+        # rule.
+        packs_gqa = q_len == 1 and form == "none" and keys.kv_count.shape[1] == 1
+    elif isinstance(keys, Varlen):
+        form, ends, packs_gqa = config.VARLEN_FORM, band(keys.window), False
+        tables = plan_varlen_tables(keys.bounds, q)
+    else:
+        # In a step of decoding the query heads of a group are rows of one tile: K and V come once.
+        form, packs_gqa, is_contiguous = SPANS, q_len == 1, keys.is_contiguous()
     packed = PackedGqa(1, heads, k.shape[2], 1) if packs_gqa else None
     if packed is not None:
         q = packed.pack(q)
-    flags = softcap > 0, sinks is not None, varlen_rows > 0
+    flags = softcap > 0, sinks is not None, tables is not None
     kernel_config = config.configure_forward(config.DTYPE_NAMES[q.dtype], q.shape[3], form, *flags)
     launch = bind(device, kernel(kernel_config))
     (_, q_len, kernel_heads, _), (c, inner) = q.shape, config.factors(scale, softcap)
-    counter, ctas = grid(kernel_config, varlen_rows or q_len, batch * kernel_heads, device)
+    rows = q_len if tables is None else tables.rows
+    counter, ctas = grid(kernel_config, rows, batch * kernel_heads, device)
     new_out = allocator(out_shape, q.dtype, device)
     new_lse = allocator((batch, heads, out_shape[1]), torch.float32, device)
     direct = all(map(is_addressable, (q, k, v)))
@@ -183,7 +140,12 @@ def _plan_forward(
         out = torch.empty(out_shape, dtype=q.dtype, device="meta")
         pack_q, pack_out = _view_like(q), _view_like(packed.pack(out))
 
-    def run(q, k, v, sinks, lists, table):
+    def run(q, k, v, keys, scale, softcap, sinks=None):
+        ranges = table = None
+        if tables is not None:
+            table, _ = tables.run(keys.bounds)
+        elif form == SPANS:
+            ranges = _by_token(keys, is_contiguous)
         out, lse = new_out(), new_lse()
         results = out, lse
         if packed is not None:
@@ -193,10 +155,14 @@ def _plan_forward(
             by_row = sinks.float().view(kernel_heads, -1).expand(-1, q_len)
         if not direct:
             q, k, v = _addressed({"q": q, "k": k, "v": v})
-        launch(q, k, v, *results, *lists, by_row, table, counter(), *ends, c, inner, ctas)
+        operands = q, k, v, *results, *lists, ranges, by_row, table, counter()
+        launch(*operands, *ends, c, inner, ctas)
         return out, lse
 
-    return run
+    return Plan(run)
+
+
+forward = launcher(plan_forward)
 
 
 def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:
@@ -262,56 +228,6 @@ def plan_varlen_tables(
     return VarlenTables(run, blocks * BLOCK[0])
 
 
-def plan_forward_kv_ranges(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_ranges: Tensor,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Plan:
-    """Launch plan of (out, lse) of ranges of keys on the device.
-
-    kv_ranges: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.  One query a
-    sequence of a long key buffer takes two kernels with the same bytes (``kv_ranges.launch``).
-    """
-    if not buffer_launch.is_long(q, k, v):
-        return plan_one_kernel_of_ranges(q, k, v, kv_ranges, scale, softcap, sinks)
-    launch = buffer_launch.plan(q, k, v, None, scale, softcap)
-    is_contiguous = kv_ranges.is_contiguous()
-
-    def run(q, k, v, kv_ranges, scale, softcap, sinks=None):
-        return launch(q, k, v, sinks, _by_token(kv_ranges, is_contiguous))
-
-    return Plan(run)
-
-
-def plan_one_kernel_of_ranges(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_ranges: Tensor,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Plan:
-    """Launch plan of `plan_forward_kv_ranges` of one kernel."""
-    # In a step of decoding the query heads of a group are rows of one tile: K and V come once.
-    rule, packs_gqa = (SPANS, (0, 0)), q.shape[1] == 1
-    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packs_gqa=packs_gqa)
-    is_contiguous = kv_ranges.is_contiguous()
-
-    def run(q, k, v, kv_ranges, scale, softcap, sinks=None):
-        ranges = _by_token(kv_ranges, is_contiguous)
-        return launch(q, k, v, sinks, (*NO_LISTS, ranges), None)
-
-    return Plan(run)
-
-
-forward_kv_ranges = launcher(plan_forward_kv_ranges)
-
-
 def _by_token(kv_ranges: Tensor, is_contiguous: bool) -> Tensor:
     """Ranges as kernels read them: contiguous [B, T, 4]."""
     return kv_ranges.squeeze(1) if is_contiguous else kv_ranges[:, 0].contiguous()
@@ -320,89 +236,36 @@ def _by_token(kv_ranges: Tensor, is_contiguous: bool) -> Tensor:
 def plan_backward(
     grads: Grads,
     saved: Saved,
-    mask: LoweredMask,
-    order: Order,
+    keys: LoweredMask | Varlen,
+    order: Order | None,
     scale: float,
     softcap: float,
     deterministic: bool,
 ) -> Plan:
     """Launch plan of (dq, dk, dv) of ``op``, and of the sinks' gradient if there are sinks.
 
-    dK and dV are added by visits, dQ by ranks unless not ``deterministic``.  It holds the lists of
-    ``mask`` and ``order``: cache it no longer than those.
+    Three kernels; a varlen batch, which has no order of its own, has one before them.  dK and dV
+    are added by visits, dQ by ranks unless not ``deterministic``.  It holds the lists of a mask and
+    of ``order``: cache it no longer than those.
     """
-    (_, q_len, heads, _), kv_heads = saved.q.shape, saved.k.shape[2]
-    lists = order.ticket, *(not_empty(t) for t in (order.entry, order.rank, order.tile))
-    lists = *lists, mask.key_words
-    packed = None
-    if has_group_masks(mask.kv_count.shape[1], heads, kv_heads):
-        packed = PackedGqa.of_blocks(q_len, heads, kv_heads)
-    rows = q_len if packed is None else packed.rows
-    operands = (grads, saved) if packed is None else packed.operands(grads, saved)
-    rule = mask.form, rows, (mask.lo, mask.hi)
-    work = len(lists[0]), order.mean_key_blocks(rows, saved.k.shape[1])
-    launch = _plan_backward(*operands, rule, work, (scale, softcap, deterministic))
-
-    def run(grads, saved, *_):
-        operands = (grads, saved) if packed is None else packed.operands(grads, saved)
-        dq, dk, dv, space = launch(*operands, lists, None)
-        dq = dq if packed is None else packed.unpack(dq)
-        return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
-
-    return Plan(run)
-
-
-backward = launcher(plan_backward)
-
-
-def plan_backward_varlen(
-    grads: Grads, saved: Saved, bounds: Tensor, window: Window, scale: float, softcap: float
-) -> Plan:
-    """Launch plan of the backward of `plan_forward_varlen`, ordered: four launches."""
-    kv_heads, heads = saved.k.shape[2], saved.q.shape[2]
-    tables = plan_varlen_tables(bounds, saved.q, kv_heads, window)
-    rule = config.VARLEN_FORM, tables.rows, band(window)
-    # The host does not know how long sequences are.
-    work = kv_heads * (tables.rows // BLOCK[0]) + 1, 0.0
-    launch = _plan_backward(grads, saved, rule, work, (scale, softcap, True), packed=True)
-
-    def run(grads, saved, bounds, *_):
-        table, tickets = tables.run(bounds)
-        dq, dk, dv, space = launch(grads, saved, (tickets, *NO_LISTS), table)
-        return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
-
-    return Plan(run)
-
-
-backward_varlen = launcher(plan_backward_varlen)
-
-
-def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tensor, ...]:
-    """(gradient of the sinks,), or () without sinks."""
-    if sinks is None:
-        return ()
-    of_head = (t.view(t.shape[0], heads, -1) for t in (space.lse2, space.delta))
-    return (sinks_gradient(sinks, *of_head),)
-
-
-def _plan_backward(
-    grads: Grads,
-    saved: Saved,
-    rule: tuple[str, int, tuple[int, int]],
-    work: tuple[int, float],
-    options: tuple[float, float, bool],
-    packed: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Workspace]]:
-    """``run(grads, saved, lists, table)`` of the three kernels: (dq, dk, dv, workspace).
-
-    rule: (form, query rows, band).  work: (tickets, mean key blocks of a query block).  lists:
-    ticket, entry, rank, tile and the words of bits, as the kernel takes them.
-    """
-    (batch, _, heads, dim), device = saved.q.shape, saved.q.device
-    (form, rows, ends), (scale, softcap, deterministic) = rule, options
-    (tickets, key_blocks), dtype = work, config.DTYPE_NAMES[saved.q.dtype]
+    (batch, q_len, heads, dim), kv_heads, device = saved.q.shape, saved.k.shape[2], saved.q.device
+    lists, tables, packed, true_heads = NO_LISTS, None, None, heads
+    if isinstance(keys, Varlen):
+        tables = plan_varlen_tables(keys.bounds, saved.q, kv_heads, keys.window)
+        form, rows, ends = config.VARLEN_FORM, tables.rows, band(keys.window)
+        # The host does not know how long sequences are.
+        tickets, key_blocks = kv_heads * (rows // BLOCK[0]) + 1, 0.0
+    else:
+        if has_group_masks(keys.kv_count.shape[1], heads, kv_heads):
+            packed = PackedGqa.of_blocks(q_len, heads, kv_heads)
+            heads = kv_heads
+        form, rows, ends = keys.form, packed.rows if packed else q_len, (keys.lo, keys.hi)
+        tickets, key_blocks = len(order.ticket), order.mean_key_blocks(rows, saved.k.shape[1])
+        entries = (not_empty(t) for t in (order.entry, order.rank, order.tile))
+        lists = *entries, keys.key_words
+    dtype = config.DTYPE_NAMES[saved.q.dtype]
     kernel_config = config.configure(
-        *(dtype, dim, form, deterministic, softcap > 0, packed, key_blocks)
+        *(dtype, dim, form, deterministic, softcap > 0, tables is not None, key_blocks)
     )
     tiles, turns = -(-rows // kernel_config.tile_m), kernel_config.turns
     pre, post = configs_around(kernel_config, grads.dlse is not None)
@@ -410,6 +273,8 @@ def _plan_backward(
     launch_main = bind(device, kernel(kernel_config))
     launch_post = bind(device, kernel(post))
     new_workspace = plan_workspace((batch, heads, tiles), kernel_config.tile_m, dim, turns, device)
+    if packed is not None:
+        grads, saved = packed.operands(grads, saved)
     new_dq, new_dk, new_dv = (
         allocator(t.shape, t.dtype, device) for t in (saved.q, saved.k, saved.v)
     )
@@ -418,8 +283,14 @@ def _plan_backward(
     scalars = scale, *config.factors(scale, softcap), *ends, ctas
     direct = all(map(is_addressable, (grads.dout, saved.q, saved.k, saved.v, saved.out)))
     direct = direct and all(t is None or t.is_contiguous() for t in (grads.dlse, saved.lse))
+    ticket = None if order is None else order.ticket
 
-    def run(grads, saved, lists, table):
+    def run(grads, saved, keys, *_):
+        sinks, table, chosen = saved.sinks, None, ticket
+        if tables is not None:
+            table, chosen = tables.run(keys.bounds)
+        if packed is not None:
+            grads, saved = packed.operands(grads, saved)
         (dout, dlse), (q, k, v, out, lse, _) = grads, saved
         if not direct:
             tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
@@ -431,12 +302,19 @@ def _plan_backward(
         launch_pre(out, dout, lse, dlse, *of_rows, *space[2:], table)
         dk, dv = new_dk(), new_dv()
         operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
-        launch_main(*operands, *lists, table, *scalars)
+        launch_main(*operands, chosen, *lists, table, *scalars)
         dq = new_dq()
         launch_post(space.total, dq, space.semaphore if post.visited else None, table, scale)
-        return dq, dk, dv, space
+        dq = dq if packed is None else packed.unpack(dq)
+        if sinks is None:
+            return dq, dk, dv
+        sums = (t.view(batch, true_heads, -1) for t in (space.lse2, space.delta))
+        return dq, dk, dv, sinks_gradient(sinks, *sums)
 
-    return run
+    return Plan(run)
+
+
+backward = launcher(plan_backward)
 
 
 def configs_around(main: BackwardConfig, dlse: bool) -> tuple[PreConfig, PostConfig]:

@@ -22,12 +22,12 @@ Triton (``varlen.layout``), and the ranges of its sequences on the CPU.
 
 A backend's launchers are
 
-    forward(q, k, v, mask, scale, softcap, sinks) -> (out, lse)
-    backward(grads, saved, mask, order, scale, softcap, deterministic) -> (dq, dk, dv)
+    forward(q, k, v, keys, scale, softcap, sinks) -> (out, lse)
+    backward(grads, saved, keys, order, scale, softcap, deterministic) -> (dq, dk, dv)
                                                     and, with sinks, their gradient, fp32
 
-with ``Grads``, ``Saved``, a ``LoweredMask``, an ``Order`` and tensors of any strides.
-No size is zero there.
+with ``Grads``, ``Saved``, an ``Order`` and tensors of any strides.  Keys are a ``LoweredMask``; the
+launchers of SM90 take ranges too and, without an order, a ``Varlen``.  No size is zero there.
 """
 
 from __future__ import annotations
@@ -56,25 +56,15 @@ from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config, lowering
 from .kv_ranges import on_device, ranges
 from .masks import Order
-from .tensors import Grads, Saved, shape_of_out
+from .tensors import Grads, Saved, Varlen, shape_of_out
 from .varlen import layout
 
 NAME = "block_sparse_attention"
-#: The launchers of SM90 that read ranges and offsets on their device.
-KV_RANGES, VARLEN = f"{NAME}_kv_ranges", f"{NAME}_varlen"
+VARLEN = f"{NAME}_varlen"
 
-#: Entry of `dispatch` -> its launchers' name, and the backends that have one.
-_LAUNCHERS = {
-    NAME: ("forward", BACKENDS),
-    f"{NAME}_backward": ("backward", BACKENDS),
-    VARLEN: ("forward_varlen", (CUTE_SM90,)),
-    f"{VARLEN}_backward": ("backward_varlen", (CUTE_SM90,)),
-    KV_RANGES: ("forward_kv_ranges", (CUTE_SM90,)),
-}
-for _entry, (_function, _on) in _LAUNCHERS.items():
-    _dtypes = dict.fromkeys(_on, dispatch.HALF)
-    _implementations = dispatch.named_alike(__package__, _function, _dtypes)
-    dispatch.register(_entry, _implementations, contract=NAME)
+for _entry, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
+    _dtypes = dict.fromkeys(BACKENDS, dispatch.HALF)
+    dispatch.register(_entry, dispatch.named_alike(__package__, _function, _dtypes), contract=NAME)
 dispatch.register_contracts((NAME, VARLEN), config.KEPT, config.contract_facts, NAME)
 
 
@@ -150,11 +140,11 @@ def refuse_unordered() -> None:
 
 
 def _plan_ranges(q, k, v, kv_ranges, scale, softcap, sinks):
-    """Plan of ``sequence_attention``: ranges on the CPU are read in each call."""
-    if not plan_cache.on_gpu(kv_ranges):
+    """Plan of ``sequence_attention``: ranges that the host reads are read in each call."""
+    if not (plan_cache.on_gpu(kv_ranges) and reads_keys_on_device(str(q.device))):
         return Plan(_attend_ranges, fresh=False)
     numbers = config.score_scale(scale, q.shape[3]), softcap
-    return dispatch.plan(KV_RANGES, q.device, q.dtype, q, k, v, kv_ranges, *numbers, sinks)
+    return dispatch.plan(NAME, q.device, q.dtype, q, k, v, kv_ranges, *numbers, sinks)
 
 
 def _attend_ranges(q, k, v, kv_ranges, *options):
@@ -275,13 +265,13 @@ def _plan_varlen(q, k, v, offsets, left, right, scale, softcap, sinks):
         return Plan(_attend_each, fresh=False)
     if not reads_keys_on_device(str(q.device)):
         return Plan(_attend_padded, fresh=False)
-    numbers = config.score_scale(scale, q.shape[3]), softcap
-    operands = q, k, v, _bounds(q, offsets), (left, right), *numbers, sinks
-    plan = dispatch.plan(VARLEN, q.device, q.dtype, *operands)
+    numbers, window = (config.score_scale(scale, q.shape[3]), softcap), (left, right)
+    keys = Varlen(_bounds(q, offsets), window)
+    plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, keys, *numbers, sinks)
     launch = plan.run
 
     def run(q, k, v, offsets, left, right, scale, softcap, sinks):
-        return launch(q, k, v, _bounds(q, offsets), (left, right), *numbers, sinks)
+        return launch(q, k, v, Varlen(_bounds(q, offsets), window), *numbers, sinks)
 
     return replace(plan, run=run)
 
@@ -303,14 +293,15 @@ def _plan_varlen_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, *
     if not reads_keys_on_device(str(q.device)):
         return Plan(_differentiate_padded, fresh=False)
     scale, softcap, sinks = options
-    rule = (left, right), config.score_scale(scale, q.shape[3]), softcap
-    operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), _bounds(q, offsets), *rule
-    plan = dispatch.plan(f"{VARLEN}_backward", q.device, q.dtype, *operands)
+    window, numbers = (left, right), (config.score_scale(scale, q.shape[3]), softcap, True)
+    operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+    keys = Varlen(_bounds(q, offsets), window)
+    plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands, keys, None, *numbers)
     launch = plan.run
 
     def run(dout, dlse, q, k, v, out, lse, offsets, *rest):
-        saved = Saved(q, k, v, out, lse, rest[-1])
-        grads = launch(Grads(dout, dlse), saved, _bounds(q, offsets), *rule)
+        saved, keys = Saved(q, k, v, out, lse, rest[-1]), Varlen(_bounds(q, offsets), window)
+        grads = launch(Grads(dout, dlse), saved, keys, None, *numbers)
         return with_sinks(grads, q, rest[-1])
 
     return replace(plan, run=run)
@@ -387,10 +378,6 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _setup_nothing(ctx, inputs, output):
-    pass
-
-
 def _refuse_double_backward(ctx, *grads):
     raise UnsupportedTransformError(
         f"cute_kernels.{NAME}: no gradient of its gradient (double backward) is available"
@@ -441,7 +428,7 @@ def _define(
         f"Tensor lse, {options}) -> (Tensor, Tensor, Tensor, Tensor)",
         plan=plan_any_backward,
         fake=_fake_backward,
-        setup=_setup_nothing,
+        setup=lambda ctx, inputs, output: None,
         backward=_refuse_double_backward,
         vmap=_refuse_vmap,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import Window
+from .masks import LoweredMask, Window
 
 LOG2E = math.log2(math.e)
 
@@ -32,6 +32,23 @@ def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
 def shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:
     """Return the output's shape, [B, Sq, Hq, Dv], with the head size of v."""
     return *q.shape[:3], v.shape[3]
+
+
+class Varlen(NamedTuple):
+    """Keys of a varlen batch: a token sees its own sequence.
+
+    bounds: [N, 2], int32 or int64: where each sequence begins and ends, in ascending order; the
+    host reads none.  window: (left, right), None for no bound.  Tokens after the last sequence see
+    nothing; results of tokens between sequences are not written.
+    """
+
+    bounds: Tensor
+    window: Window
+
+
+#: Where keys are: lists of blocks; sequences; or, of a forward alone, ranges int32 [B, 1, T, 4] on
+#: the device, all of a batch row with one begin and one position.
+Keys = LoweredMask | Varlen | Tensor
 
 
 class PagedOptions(NamedTuple):

@@ -30,9 +30,6 @@ def pretended(monkeypatch):
         "norm_add_parts": norm_launch.plan_add_parts,
         attention_op.NAME: attention_launch.plan_forward,
         f"{attention_op.NAME}_backward": attention_launch.plan_backward,
-        attention_op.KV_RANGES: attention_launch.plan_forward_kv_ranges,
-        attention_op.VARLEN: attention_launch.plan_forward_varlen,
-        f"{attention_op.VARLEN}_backward": attention_launch.plan_backward_varlen,
     }
 
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)

@@ -119,9 +119,7 @@ def one_kernel(q, k, v, spans=None, *, scale=None, softcap: float = 0.0, sinks=N
     operands = q, k, v, rule, scale or q.shape[3] ** -0.5, softcap, sinks
     if dispatch.backend(NAME, str(q.device), q.dtype) != arch.CUTE_SM90:
         return dispatch.launcher(NAME, q.device, q.dtype)(*operands)
-    of_spans = launch.plan_one_kernel_of_ranges
-    plan = launch.plan_one_kernel if spans is None else of_spans
-    return plan(*operands).run(*operands)
+    return launch.plan_one_kernel(*operands).run(*operands)
 
 
 def gradients(given: Problem, schedule="auto", deterministic=True, lse=False):

@@ -16,7 +16,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.config import VALUE_DIMS
-from cute_kernels.sparse_attn.op import NAME, VARLEN
+from cute_kernels.sparse_attn.op import NAME
 from tests.contract import same_bytes
 from tests.sparse_attn import simulated
 
@@ -127,18 +127,16 @@ def lengths_of(seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def launched(forward, backward, varlen=None) -> Iterator[None]:
+def launched(forward, backward, in_place: bool = False) -> Iterator[None]:
     """Attention takes CPU tensors by the launchers of a GPU backend.
 
-    varlen: Two that read varlen batches in place, or none.
+    in_place: Whether they read varlen batches where they lie.
     """
     out = {NAME: forward, f"{NAME}_backward": backward}
-    if varlen is not None:
-        out |= dict(zip((VARLEN, f"{VARLEN}_backward"), varlen, strict=True))
     with (
         mock.patch.object(dispatch, "plan", lambda op, *rest: Plan(out[op], fresh=False)),
         mock.patch.object(attention_op, "is_one_launch", lambda t: True),
-        mock.patch.object(attention_op, "reads_keys_on_device", lambda device: varlen is not None),
+        mock.patch.object(attention_op, "reads_keys_on_device", lambda device: in_place),
     ):
         yield
 
@@ -146,7 +144,6 @@ def launched(forward, backward, varlen=None) -> Iterator[None]:
 @contextlib.contextmanager
 def on_sm90(**options) -> Iterator[list]:
     """Results in the simulator; ``options``: see `simulated.simulated`."""
-    varlen = (launch.forward_varlen, launch.backward_varlen) if IN_PLACE else None
-    launchers = launch.forward, launch.backward, varlen
-    with simulated.simulated(**options) as used, launched(*launchers):
+    launchers = launched(launch.forward, launch.backward, IN_PLACE)
+    with simulated.simulated(**options) as used, launchers:
         yield used

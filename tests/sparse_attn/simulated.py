@@ -99,7 +99,7 @@ def simulated(
     with (
         patched(launch, **names, plan_workspace=plan_workspace),
         patched(paged, **names),
-        patched(key_buffer, **names),
+        patched(key_buffer, allocator=allocator),
         ptxsim.options(**options),
     ):
         yield used

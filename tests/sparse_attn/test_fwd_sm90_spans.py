@@ -58,7 +58,7 @@ def given(table: Tensor, columns: int, heads=(2, 1), dim=64, dtype=torch.bfloat1
 
 def at_once(one: Given, **options) -> tuple[Tensor, Tensor]:
     with simulated.simulated(**options):
-        return launch.forward_kv_ranges(*one[:3], one.spans, SCALE, one.softcap)
+        return launch.forward(*one[:3], one.spans, SCALE, one.softcap)
 
 
 def by_runs(one: Given) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ class Buffer:
         return 1.5 * self.q.shape[3] ** -0.5, self.softcap
 
     def operands(self) -> tuple:
-        """Operands of the launcher: `launch.forward` or `launch.forward_kv_ranges`."""
+        """Operands of the launcher."""
         rule = self.table
         if rule is None:
             mask = BlockMask.from_rule(Band(*self.band), 1, self.k.shape[1])
@@ -99,11 +99,8 @@ class Buffer:
 
     def chain(self) -> Results:
         """(out, lse) of the kernel whose CTAs walk all keys."""
-        planner = launch.plan_one_kernel
-        if self.table is not None:
-            planner = launch.plan_one_kernel_of_ranges
         with simulated.simulated():
-            return planner(*self.operands()).run(*self.operands())
+            return launch.plan_one_kernel(*self.operands()).run(*self.operands())
 
 
 def buffer(
@@ -402,12 +399,11 @@ def test_the_choice_over_a_buffer():
 def test_the_launchers_take_either(rows):
     """Long buffers take two kernels, those of few SMs one; their bytes are the same."""
     t = buffer(rows, 4100, (2, 1, 128), seed=8)
-    attend = launch.forward if t.table is None else launch.forward_kv_ranges
     results = []
     for sms, kernels in ((132, ["buffer_scores", "buffer_values"]), (1, ["fwd"])):
         ptxsim.clear_launches()
         with simulated.simulated(sms):
-            results.append(attend(*t.operands()))
+            results.append(launch.forward(*t.operands()))
         entries = [one["entry"] for one in ptxsim.launches()]
         assert len(entries) == len(kernels)
         assert all(map(str.__contains__, entries, kernels)), entries

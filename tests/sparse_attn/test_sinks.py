@@ -157,7 +157,7 @@ def test_spans(rows):
     want = api.sequence_attention(q, k, v, spans, sinks=sinks)
     with pack_cases.on_sm90():
         runs = api.sequence_attention(q, k, v, spans, sinks=sinks)
-        one, _ = launch.forward_kv_ranges(q, k, v, spans, 0.125, 0.0, sinks)
+        one, _ = launch.forward(q, k, v, spans, 0.125, 0.0, sinks)
     assert same_bytes(one, runs)
     assert (runs.float() - want.float()).abs().max() < 0.02
 
@@ -249,6 +249,6 @@ def test_mutants_of_the_kernel_are_killed(tmp_path, name):
     spans, sinks = api.kv_ranges(None, None, 89, 0, (1, 1, 90)), drawn_sinks(4).detach()
     inputs = q, k, v, spans, 0.125, 0.0, sinks
     with pack_cases.on_sm90():
-        want, _ = launch.forward_kv_ranges(*inputs)
+        want, _ = launch.forward(*inputs)
     with pack_cases.on_sm90(forward=build):
-        assert not same_bytes(launch.forward_kv_ranges(*inputs)[0], want)
+        assert not same_bytes(launch.forward(*inputs)[0], want)

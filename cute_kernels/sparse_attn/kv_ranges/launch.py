@@ -6,19 +6,20 @@ idle the kernels here share the keys between SMs, with the same bytes; `is_long`
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from ...compile.call import allocator, bind
+from ...compile.call import allocator
 from ...compile.kernel import Entry
-from ...runtime.operands import addressable, is_addressable, most_ctas
+from ...runtime.operands import addressable, is_addressable
 from ...schedulers.masks.rules import Band
 from .. import config
 from ..config import LONG_COLUMNS, BufferScoresConfig, BufferValuesConfig
-from ..entries import entry, kernel
+from ..entries import entry
 from ..masks import BLOCK, LoweredMask
 from ..paged import launch as paged
 from ..tensors import shape_of_out
@@ -52,20 +53,14 @@ def plan(
 
     Scores of the whole buffer are allocated: where ranges are, lengths stay on the device.
     """
-    (batch, _, heads, dim), value_dim, device = q.shape, v.shape[3], q.device
-    _, rows, kv_heads, _ = k.shape
-    units, sms, by_range = batch * kv_heads, most_ctas(device), keys is None
-    dtype = config.DTYPE_NAMES[q.dtype]
-    scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, kv_ranges=by_range)
-    columns = paged.columns_of(units, value_dim, sms)
-    values_config = BufferValuesConfig(dtype, value_dim, columns, kv_ranges=by_range)
-    launch_scores = bind(device, kernel(scores_config))
-    launch_values = bind(device, kernel(values_config))
-    (c, inner), ends = config.factors(scale, softcap), (0, 0) if keys is None else keys
-    ctas = sms * scores_config.ctas_per_sm
+    (batch, _, heads, dim), rows, device, by_range = q.shape, k.shape[1], q.device, keys is None
+    dtype, ends = config.DTYPE_NAMES[q.dtype], (0, 0) if by_range else keys
+    scores = BufferScoresConfig(dtype, dim, softcap=softcap > 0, kv_ranges=by_range)
+    values = functools.partial(BufferValuesConfig, dtype, v.shape[3], kv_ranges=by_range)
     # Key 0 of a range lies up to 127 rows before its first key.
     blocks = -(-(rows + (BLOCK[1] - 1 if by_range else 0)) // BLOCK[1])
-    new_scratch = paged.plan_scratch((units, blocks), heads // kv_heads, device)
+    factors = config.factors(scale, softcap)
+    launch = paged.plan_two_kernels(q[:, 0], v, blocks, (scores, values), ends, factors)
     new_out = allocator(shape_of_out(q, v), q.dtype, device)
     new_lse = allocator((batch, heads, 1), torch.float32, device)
     direct = all(map(is_addressable, (q.squeeze(1), k, v)))
@@ -75,11 +70,8 @@ def plan(
         if not direct:
             named = {"q": q, "k": k, "v": v}
             q, k, v = (addressable(t, NAME, name) for name, t in named.items())
-        out, lse, scratch = new_out(), new_lse(), new_scratch()
-        sinks = paged.sinks_or_none(sinks, heads, device)
-        launch_scores(q, k, *scratch, kv_ranges, *ends, inner, ctas)
-        results = out.squeeze(1), lse.squeeze(2)
-        launch_values(v, *scratch, *results, kv_ranges, sinks, *ends, c)
+        out, lse, sinks = new_out(), new_lse(), paged.sinks_or_none(sinks, heads, device)
+        launch(q, k, v, out.squeeze(1), lse.squeeze(2), (kv_ranges,), sinks)
         return out, lse
 
     return run

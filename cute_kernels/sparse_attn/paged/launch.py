@@ -68,21 +68,6 @@ def shares_keys(rows: tuple[int, int], values: Tensor, capacity: int, device: to
     return tokens * kv_heads * (value_dim // LONG_COLUMNS[value_dim][1]) <= most_ctas(device)
 
 
-def columns_of(units: int, value_dim: int, sms: int) -> int:
-    """Columns of V and O that a CTA of the kernel of values has."""
-    narrow, wide = LONG_COLUMNS[value_dim]
-    return narrow if units * value_dim // narrow <= sms else wide
-
-
-def plan_scratch(
-    sizes: tuple[int, int], group: int, device: torch.device
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """``new()`` allocates scores and maxima, uninitialised; sizes: units, and blocks of each."""
-    new_scores = allocator((*sizes, padded_rows(group) * _BLOCK), torch.float32, device)
-    new_maxima = allocator((sizes[0], group, sizes[1]), torch.float32, device)
-    return lambda: (new_scores(), new_maxima())
-
-
 def padded_rows(group: int) -> int:
     """Rows of scores that are allocated for a KV head: 8 or 16."""
     return -(-group // 8) * 8
@@ -124,26 +109,45 @@ def plan_long(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, 
     Scores of the whole capacity of ``block_table`` are allocated: lengths stay on the device.
     """
     scale, window, softcap, *_ = PagedOptions(*rest[2:])
-    (tokens, heads, dim), value_dim, device = q.shape, v_cache.shape[3], q.device
-    rows, kv_heads = k_cache.shape[1:3]
-    units, group, sms = tokens * kv_heads, heads // kv_heads, most_ctas(device)
-    dtype, keys_per_load = config.DTYPE_NAMES[q.dtype], min(rows, _BLOCK)
-    scores_config = PagedScoresConfig(dtype, dim, keys_per_load, softcap > 0)
-    columns = columns_of(units, value_dim, sms)
-    values_config = PagedValuesConfig(dtype, value_dim, columns, keys_per_load)
-    launch_scores = bind(device, kernel(scores_config))
-    launch_values = bind(device, kernel(values_config))
-    (lo, hi), (c, inner) = band(window), config.factors(scale, softcap)
-    ctas = sms * scores_config.ctas_per_sm
-    blocks = -(-block_table.shape[1] * rows // _BLOCK)
-    new_scratch = plan_scratch((units, blocks), group, device)
-
-    def run(q, k_cache, v_cache, out, lse, lists, sinks):
-        scratch = new_scratch()
-        launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
-        launch_values(v_cache, *scratch, out, lse, *lists, sinks, lo, hi, c)
-
+    rows, dtype, value_dim = k_cache.shape[1], config.DTYPE_NAMES[q.dtype], v_cache.shape[3]
+    keys_per_load, blocks = min(rows, _BLOCK), -(-block_table.shape[1] * rows // _BLOCK)
+    scores = PagedScoresConfig(dtype, q.shape[2], keys_per_load, softcap > 0)
+    values = functools.partial(PagedValuesConfig, dtype, value_dim, keys_per_load=keys_per_load)
+    factors = config.factors(scale, softcap)
+    run = plan_two_kernels(q, v_cache, blocks, (scores, values), band(window), factors)
     return _plan_call(q, k_cache, v_cache, run)
+
+
+def plan_two_kernels(
+    q: Tensor,
+    v: Tensor,
+    blocks: int,
+    configs: tuple[PagedScoresConfig, Callable[..., PagedValuesConfig]],
+    ends: tuple[int, int],
+    factors: tuple[float, float],
+) -> Callable[..., None]:
+    """``run(q, k, v, out, lse, lists, sinks)`` of a kernel of scores, and one of values.
+
+    q: [T, Hq, D]; v: [.., .., Hkv, Dv]; blocks: of scores, for each token and KV head.  configs:
+    that of scores, and what makes that of values for ``columns``.  ends: of the band, or of keys.
+    """
+    (tokens, heads, _), (kv_heads, value_dim), device = q.shape, v.shape[2:], q.device
+    (scores, values), units, sms = configs, tokens * kv_heads, most_ctas(device)
+    narrow, wide = LONG_COLUMNS[value_dim]
+    # Narrow columns where units of wide ones would leave SMs idle.
+    columns = narrow if units * value_dim // narrow <= sms else wide
+    launch_scores = bind(device, kernel(scores))
+    launch_values = bind(device, kernel(values(columns=columns)))
+    group, (c, inner), ctas = heads // kv_heads, factors, sms * scores.ctas_per_sm
+    new_scores = allocator((units, blocks, padded_rows(group) * _BLOCK), torch.float32, device)
+    new_maxima = allocator((units, group, blocks), torch.float32, device)
+
+    def run(q, k, v, out, lse, lists, sinks):
+        scratch = new_scores(), new_maxima()
+        launch_scores(q, k, *scratch, *lists, *ends, inner, ctas)
+        launch_values(v, *scratch, out, lse, *lists, sinks, *ends, c)
+
+    return run
 
 
 def _plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, launch: Callable[..., None]) -> Plan:
