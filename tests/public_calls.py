@@ -13,6 +13,7 @@ IDS = torch.tensor([[3, 1, 4], [1, 5, 0]])
 OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
 SITE = mhc.Options(iterations=3)
 ADVANTAGES, BOUNDS = torch.tensor([1.0, -2.0]), torch.tensor([0, 2, 5])
+MASK = ck.BlockMask.from_dense(torch.arange(25, device="cpu").view(5, 5) % 3 > 0)
 TABLE, SCALES = (drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)), torch.tensor([1.0, 2.0, 3.0])
 
 
@@ -110,6 +111,10 @@ CASES = {
     ),
     "block_sparse_attention": (
         lambda q, k, v: ck.block_sparse_attention(q, k, v, causal=True, return_lse=True),
+        (1, 5, 2, 64), (1, 5, 1, 64), (1, 5, 1, 64),
+    ),
+    "block_sparse_attention, mask": (
+        lambda q, k, v: ck.block_sparse_attention(q, k, v, MASK, return_lse=True),
         (1, 5, 2, 64), (1, 5, 1, 64), (1, 5, 1, 64),
     ),
     "block_sparse_attention_varlen": (

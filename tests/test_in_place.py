@@ -25,8 +25,7 @@ SAVED = {
     ("rms_norm, residual", 1),
     ("layer_norm, residual", 1),
     ("softmax", 0),
-    *(("block_sparse_attention", i) for i in range(2)),
-    *(("block_sparse_attention_varlen", i) for i in range(2)),
+    *((f"block_sparse_attention{kind}", i) for kind in ("", ", mask", "_varlen") for i in (0, 1)),
     *(("mhc.mix_and_aggregate", i) for i in (1, 2)),
     *(("mhc.post_pre", i) for i in (0, 2, 3)),
 }

@@ -1,4 +1,4 @@
-"""Every torch op of products, norms, losses, experts and streams under `torch.library.opcheck`.
+"""Every torch op of the systems under `torch.library.opcheck`.
 
 Its arguments are those of calls of the public functions, forward and backward: those of
 tests/public_calls.py, and with every option those of tests/option_table.
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels.mhc import site_op  # noqa: F401  (defines the ops)
+from cute_kernels.sparse_attn import api as sparse_attn
 from tests import old_memory_cases as old_memory
 from tests.contract import ROOT
 from tests.main_grad_calls import CALLS as OF_MAIN_GRADS
@@ -52,8 +53,10 @@ class Recorder(TorchDispatchMode):
 
 
 OPS = torch.ops.cute_kernels
+RANGES = sparse_attn.kv_ranges(None, torch.arange(6)[None] > 1, 0, 0, (1, 6, 6))
 X, INT32 = torch.randn(6, 32), torch.int32
 OFFSETS, IDS = torch.tensor([0, 2, 6], dtype=INT32), torch.tensor([1, 3, 0, 2, 1, 1], dtype=INT32)
+ROWS = [torch.randn(1, 6, heads, 64).bfloat16().requires_grad_() for heads in (2, 1, 1)]
 #: Calls of ops that no public function has, and of ids of int32.
 DIRECT = {
     "in steps": lambda: OPS.gated(X.clone().requires_grad_(), X, "silu", True).sum().backward(),
@@ -63,6 +66,11 @@ DIRECT = {
     "leaves": lambda: OPS.add_leaves(OPS.leaf_sums(X, X, 16), X[:, 0], BF16),
     "leaves of experts": lambda: OPS.grouped_leaf_sums(X, X.view(2, 3, 32), OFFSETS, 16),
     "weights of slots": lambda: OPS.moe_slot_weights(X.abs(), IDS[:, None], True, BF16),
+    "ranges": lambda: sparse_attn.sequence_attention(*ROWS, RANGES).sum().backward(),
+    "cut ranges": lambda: sparse_attn.cut_kv_ranges(
+        sparse_attn.kv_ranges(None, None, 0, 0, (1, 6, 6)), OFFSETS
+    ),
+    "seen columns": lambda: sparse_attn.seen_columns(torch.ones(1, 1, 6, 6).tril().bool()),
     "targets": lambda: ck.linear_logp(X, X, IDS),
     "ids": lambda: ck.embedding(IDS, X),
 }
@@ -134,10 +142,11 @@ def frozen(target: torch._ops.OpOverload, args: tuple) -> tuple:
 
 #: Ends of the names of ops that are not differentiated again.
 LAST = ("_backward", "_gradients")
-SYSTEMS = ("gemm", "linear_attn", "logp", "moe", "norm", "rowwise")
-#: Ops whose schema is in the sources of these systems, and those of mhc, which makes its schemas.
+SYSTEMS = ("gemm", "linear_attn", "logp", "moe", "norm", "rowwise", "sparse_attn")
+#: Ops whose schema is in the sources of these systems, and those whose schema is made.
 NAMES = sorted(
-    {name for name in dir(OPS) if name.startswith("mhc_")}
+    {name for name in dir(OPS) if name.startswith("mhc_") or "_attention" in name}
+    | {"write_kv_cache"}
     | {
         name
         for system in SYSTEMS

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import contracts
 from cute_kernels.errors import (
@@ -28,26 +29,45 @@ from cute_kernels.sparse_attn import api, checks, cpu, lowering, masks, op, pack
 from cute_kernels.sparse_attn.api import (
     block_sparse_attention,
     block_sparse_attention_varlen,
+    paged_attention,
 )
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests import plans
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
-from tests.sparse_attn.forms import (
-    FORMS,
-    HKV,
-    MASKS,
-    OPS,
-    RULES,
-    SK,
-    SQ,
-    B,
-    D,
-    H,
-    compiled,
-    same,
-    tensors,
-)
+
+B, H, HKV, SQ, SK, D = 2, 4, 2, 150, 200, 64
+OPS = torch.ops.cute_kernels
+
+
+def tensors(dtype=torch.bfloat16, seed=0, dim=D) -> cases.Inputs:
+    return cases.inputs(B, H, HKV, SQ, SK, dim, dtype, seed)
+
+
+def same(one, other) -> bool:
+    return all(same_bytes(a, b) for a, b in zip(one, other, strict=True))
+
+
+def sinks_of() -> torch.Tensor:
+    return torch.linspace(-1, 2, H).requires_grad_()
+
+
+def compiled(function, **options):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def documents() -> BlockMask:
+    """Bits, for two batches."""
+    q, kv = torch.arange(SQ)[:, None], torch.arange(SK)
+    return BlockMask.from_dense(torch.stack([q // 40 == kv // 40, q // 70 == kv // 70])[:, None])
+
+
+MASKS = {
+    "none": lambda: BlockMask.full(SQ, SK),
+    "band": lambda: BlockMask.causal(SQ, SK),
+    "bits": documents,
+}
 
 # ---- graphs --------------------------------------------------------------------------------------
 
@@ -105,6 +125,25 @@ def test_a_compiled_varlen_attention_serves_every_batch():
     assert counters["stats"]["unique_graphs"] <= 2
 
 
+def test_compiled_ranges_have_eager_bits():
+    """With ops before and after, which are exact; of q of 192 and v of 128, and sinks."""
+    padding = torch.arange(40)[None] >= torch.tensor([[3], [0]])
+    ranges, x = (
+        api.kv_ranges(None, padding, 0, 0, (B, 40, 40)),
+        cases.inputs(B, H, HKV, 40, 40, 192),
+    )
+
+    def step(q, k, v, sinks):
+        return api.sequence_attention(q * 2, k, v, ranges, sinks=sinks) * 2
+
+    results = []
+    for run in (step, compiled(step)):
+        leaves = *x.leaves(), sinks_of()
+        out = run(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, x.dout)))
+    assert same(*results) and results[0][0].shape[-1] == 128
+
+
 @pytest.mark.parametrize("kind", [list, torch.tensor, np.asarray])
 def test_a_column_order_is_not_frozen_into_a_graph(kind):
     """Later orders got the bytes of the first; now the first is refused, and a Schedule works."""
@@ -119,29 +158,38 @@ def test_a_column_order_is_not_frozen_into_a_graph(kind):
     assert same(*(torch.autograd.grad(out, x.leaves(), x.dout) for out in (got, want)))
 
 
+def traced(name: str, n: int) -> tuple[Callable, tuple]:
+    """A call of so many tokens."""
+    if name == "lists":
+        q = torch.randn(1, n, 2, D).bfloat16()
+        return lambda q: block_sparse_attention(q, q, q, causal=True), (q,)
+    q = torch.randn(n, 2, D).bfloat16()
+    if name == "varlen":
+        bounds = torch.tensor([0, 2, n], dtype=torch.int32)
+        return lambda q, bounds: block_sparse_attention_varlen(q, q, q, bounds), (q, bounds)
+    caches = torch.randn(2, 8, 16, 2, D).bfloat16().unbind()
+    numbers = (torch.tensor(t).int() for t in (torch.randperm(8)[None].tolist(), [100], [0, n]))
+    return lambda *operands: paged_attention(*operands), (q, *caches, *numbers)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("trace", ["jit", "fx"])
+@pytest.mark.parametrize("name", ["lists", "varlen", "paged"])
+def test_traces(name, trace):
+    """torch.jit.trace and make_fx with symbolic sizes have the bytes of eager calls."""
+    call, operands = traced(name, 40)
+    if trace == "jit":
+        run = torch.jit.trace(call, operands, check_trace=False)
+    else:
+        run = make_fx(call, tracing_mode="symbolic")(*operands)
+    assert same_bytes(run(*operands), call(*operands))
+    # The graph of jit keeps numbers; of symbolic sizes another length is another call.
+    call, operands = traced(name, 40 if trace == "jit" else 55)
+    assert same_bytes(run(*operands), call(*operands))
+
+
 # ---- gradients -----------------------------------------------------------------------------------
-
-
-def test_only_the_gradients_asked_for():
-    x = tensors()
-    want = torch.autograd.grad(block_sparse_attention(*x.leaves()), x.leaves(), x.dout)
-    for wanted in range(3):
-        leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(x.leaves())]
-        out = block_sparse_attention(*leaves)
-        (got,) = torch.autograd.grad(out, [leaves[wanted]], x.dout)
-        assert same_bytes(got, want[wanted])
-    assert not block_sparse_attention(*(t.detach() for t in x.leaves())).requires_grad
-
-
-def test_lse_alone_and_out_alone():
-    """lse is differentiable; a part that is not used sends back exactly nothing."""
-    x = tensors()
-    out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
-    both = torch.autograd.grad((out, lse), x.leaves(), (x.dout, 0 * x.dlse), retain_graph=True)
-    # dlse = 0 is subtracted from delta: the same bits.
-    assert same(both, torch.autograd.grad(out, x.leaves(), x.dout, retain_graph=True))
-    dq, dk, dv = torch.autograd.grad(lse, x.leaves(), x.dlse)
-    assert dq.abs().sum() > 0 and dk.abs().sum() > 0 and (dv == 0).all()
 
 
 def test_no_schedule_is_made_without_a_gradient(monkeypatch):
@@ -172,76 +220,6 @@ def test_autocast_casts_the_three_inputs():
     assert same(torch.autograd.grad(out, wide, x.dout), (t.float() for t in want))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    """The recomputed forward makes the schedule that the first one, without grad, did not."""
-    x = tensors()
-    run = lambda *leaves: block_sparse_attention(*leaves, causal=True)  # noqa: E731
-    want = torch.autograd.grad(run(*x.leaves()), x.leaves(), x.dout)
-    leaves = [t.detach().requires_grad_() for t in x.leaves()]
-    checkpoint(run, *leaves, use_reentrant=reentrant).backward(x.dout)
-    assert same((t.grad for t in leaves), want)
-
-
-LAYOUTS = {
-    "BHSD": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "D first": lambda t: t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
-    "rows apart": lambda t: torch.nn.functional.pad(t, (1, 2))[..., 1:-2],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_do_not_follow_strides(layout):
-    """Inputs and incoming gradients of other strides: the same bytes."""
-    x, view = tensors(), LAYOUTS[layout]
-    out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
-    want = torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
-    leaves = [view(t.detach()).requires_grad_() for t in x.leaves()]
-    again = block_sparse_attention(*leaves, causal=True, return_lse=True)
-    dlse = torch.nn.functional.pad(x.dlse, (3, 4))[..., 3:-4]
-    got = torch.autograd.grad(again, leaves, (view(x.dout), dlse))
-    assert same(again, (out, lse)) and same(got, want)
-
-
-def test_another_order_for_other_strides_is_killed(monkeypatch):
-    """Mutant: strided inputs take a path that visits key blocks backwards."""
-    true_blocked, true_lists, strided = cpu._blocked, cpu._lists, []
-
-    def blocked(t):
-        strided.append(t.stride(-1) != 1)
-        return true_blocked(t)
-
-    def lists(mask, batch, heads):
-        step = -1 if any(strided) else 1
-        out = true_lists(mask, batch, heads)
-        return [[[visits[::step] for visits in h] for h in b] for b in out]
-
-    monkeypatch.setattr(cpu, "_blocked", blocked)
-    monkeypatch.setattr(cpu, "_lists", lists)
-    test_gradients_do_not_follow_strides("BHSD")
-    with pytest.raises(AssertionError):
-        test_gradients_do_not_follow_strides("D first")
-
-
-def test_expanded_gradients():
-    x = tensors()
-    out, rows = block_sparse_attention(*x.leaves()), x.dout[:, :1].expand_as(x.dout)
-    want = torch.autograd.grad(out, x.leaves(), rows.contiguous(), retain_graph=True)
-    assert same(torch.autograd.grad(out, x.leaves(), rows), want)
-
-
-def test_v_beside_k_in_one_buffer():
-    """As DeepSeek's models make them: what stands behind v's columns, NaN here, is not read."""
-    q, k, v = (t.detach() for t in tensors(dim=192).leaves())
-    want = block_sparse_attention(q, k, v, causal=True)
-    both = torch.full((*k.shape[:3], 320), torch.nan).bfloat16()
-    both[..., :192], both[..., 192:] = k, v
-    around = torch.full((*v.shape[:3], 256), torch.nan).bfloat16()
-    around[..., 64:192] = v
-    for keys, values in ((both[..., :192], both[..., 192:]), (k, around[..., 64:192])):
-        assert same_bytes(block_sparse_attention(q, keys, values, causal=True), want)
-
-
 def test_stacked_heads_keep_their_widths():
     """What a backward of SM90 makes of masks by query head: rows of dout have v's columns."""
     x, of = cases.inputs(1, 4, 2, 40, 70, 192), pack_gqa.PackedGqa.of_blocks(40, 4, 2)
@@ -254,18 +232,10 @@ def test_stacked_heads_keep_their_widths():
         assert same_bytes(of.unpack(made), t)
 
 
-@pytest.mark.parametrize("name", ["none", *RULES])
-def test_double_backward_is_refused(name):
-    form = FORMS[name]
-    x = form.leaves(D)
-    (dq,) = torch.autograd.grad(form.call(*x.leaves())[0], x.q, x.dout, create_graph=True)
-    with pytest.raises(UnsupportedTransformError, match="double backward"):
-        dq.float().square().sum().backward()
-
-
 def test_the_op_without_a_schedule_has_no_gradient():
-    x, (mask, facts, _, *rest) = tensors(), FORMS["none"].keys(D)
-    out, _ = op.block_sparse_attention(*x.leaves(), mask, facts, [], *rest, D**-0.5, 0.0, None)
+    x, low = tensors(), lowering.lower(MASKS["none"]())
+    keys = low.tensors(), low.numbers(), [], "", True
+    out, _ = op.block_sparse_attention(*x.leaves(), *keys, D**-0.5, 0.0, None)
     with pytest.raises(ArgumentValueError, match="order"):
         out.backward(x.dout)
 
@@ -292,6 +262,38 @@ def test_unordered_is_refused_under_the_flag(determinism):
     torch.use_deterministic_algorithms(True)
     with pytest.raises(NondeterministicError):
         out.backward(x.dout)
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+@pytest.mark.parametrize(("b", "sq", "sk"), [(0, 40, 70), (2, 0, 70), (2, 40, 0), (0, 0, 0)])
+def test_sizes_of_zero(dim, b, sq, sk):
+    """All of the weight of a row without keys is its sink's."""
+    x, none = cases.inputs(b, H, HKV, sq, sk, dim), torch.full((H,), -math.inf)
+    for options in (
+        *({}, {"causal": True}, {"schedule": "lpt"}, {"block_mask": BlockMask.full(sq, sk)}),
+        *({"sinks": sinks_of()}, {"sinks": none.requires_grad_()}),
+    ):
+        out, lse = block_sparse_attention(*x.leaves(), return_lse=True, **options)
+        assert out.shape == x.dout.shape and not out.any()
+        sinks = options.get("sinks", none)
+        assert same_bytes(lse, sinks.detach()[None, :, None].expand(x.dlse.shape).contiguous())
+        leaves = *x.leaves(), *([sinks] if "sinks" in options else [])
+        grads = torch.autograd.grad((out, lse), leaves, (x.dout, x.dlse))
+        assert [g.shape for g in grads] == [t.shape for t in leaves]
+        assert not any(g.any() for g in grads[:3])
+        if "sinks" in options:
+            want = x.dlse.double().sum((0, 2)).float()
+            assert same_bytes(grads[3], torch.where(sinks.isinf(), 0.0, want))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_varlen_batches_of_nothing(lengths):
+    rows = [t[0] for t in cases.inputs(1, 2, 1, 0, 0, D).leaves()]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32)
+    out, lse = block_sparse_attention_varlen(*rows, offsets, return_lse=True)
+    grads = torch.autograd.grad(out, rows, torch.zeros_like(out))
+    assert out.shape == (0, 2, D) and lse.shape == (2, 0)
+    assert [g.shape for g in grads] == [t.shape for t in rows]
 
 
 # ---- masks and schedules -------------------------------------------------------------------------
@@ -417,16 +419,18 @@ def test_fake_and_meta(dim):
     assert block_sparse_attention(*x.leaves(), mask).isfinite().all()
 
 
-def test_a_default_device_is_not_taken():
-    """Tensors inside are made where the inputs are."""
-    x = tensors()
-    want = block_sparse_attention(*x.leaves(), BlockMask.causal(SQ, SK))
-    grads = torch.autograd.grad(want, x.leaves(), x.dout)
-    with torch.device("meta"):
-        mask = BlockMask.sliding_window(SQ, SK, left=None, right=0, device="cpu")
-        out = block_sparse_attention(*x.leaves(), mask, schedule="spt")
-        got = torch.autograd.grad(out, x.leaves(), x.dout)
-    assert same_bytes(out, want) and same(got, grads)
+def test_a_fake_of_the_width_of_q_is_killed(monkeypatch):
+    monkeypatch.setattr(op, "shape_of_out", lambda q, v: q.shape)
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_fake_and_meta(192)
+
+
+def test_an_attention_may_be_a_constant_of_a_transform():
+    """torch.func refuses the attention itself: tests/test_public_calls.py."""
+    q = torch.randn(1, 6, 2, D).bfloat16()
+    attend = lambda: block_sparse_attention(q, q, q).float().sum()  # noqa: E731
+    scaled = torch.func.grad(lambda w: w * attend())(torch.ones(()))
+    assert same_bytes(scaled, attend())
 
 
 # ---- plans ---------------------------------------------------------------------------------------

@@ -43,9 +43,13 @@ LATE = HOPPER | {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order":
 FEW = HOPPER | {"resident_ctas": 1, "cta_order": 2}
 BF16, FP16 = torch.bfloat16, torch.float16
 WIDE = (192, 256)
-#: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 at D = 96
-#: under a mask of bits by head with a softcap, where 3.6.0 left none.
-STACK = {"dkdv_kernel": 8}
+#: (Kernel, CUDA architecture) -> bytes a thread on the stack that it may have.  On sm_90 Triton
+#: 3.7.1 keeps one register there at D = 96 under bits by head with a softcap, and one, outside of
+#: any loop, of the 96 that ptxas aims at in fp16 at D = 256; 3.6.0 kept none.  On sm_80 mma.sync
+#: has its operands in registers too: dK and dV of 128 keys of 128 columns take half of all 255.
+STACK = {("dkdv_kernel", 90): 8, ("delta_kernel", 90): 8, ("dkdv_kernel", 80): 88}
+#: Family of the matrix instructions of an architecture; MFMA of all others.
+FAMILIES = {80: "mma.sync", 90: "wgmma"}
 #: The kernels with matrix products.
 PRODUCTS = ("forward_kernel", "dkdv_kernel", "dq_kernel", "paged_forward_kernel")
 
@@ -60,9 +64,9 @@ def complaints(kernel) -> list[str]:
 
     On AMD scalar registers may be kept in lanes of vector registers: that is no memory access.
     """
-    out = inspect.common_complaints(kernel, stack=STACK.get(kernel.name, 0))
-    matrix = inspect.matrix_instructions(kernel)
-    family = "wgmma" if kernel.metadata.target.backend == "cuda" else "v_mfma"
+    arch_number = kernel.metadata.target.arch
+    out = inspect.common_complaints(kernel, stack=STACK.get((kernel.name, arch_number), 0))
+    matrix, family = inspect.matrix_instructions(kernel), FAMILIES.get(arch_number, "v_mfma")
     if family == "v_mfma" and re.search(r"\.vgpr_spill_count:\s*0\b", inspect.text(kernel)):
         out = [complaint for complaint in out if complaint != "spills"]
     right = all(name.startswith(family) for name in matrix)
