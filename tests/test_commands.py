@@ -357,8 +357,7 @@ def test_help_fits_80_columns_and_flags_take_no_value():
 def test_lines_of_measurements_are_folded(kind, monkeypatch, capsys):
     """What a run on a GPU prints of each record on file."""
     name = {"gemm": "bench"}.get(kind, kind)
-    home = f"perf.{kind}.bench" if kind not in ("mhc", "norm") else None
-    line = importlib.import_module(home).line if home else passes.line
+    line = importlib.import_module("perf.model.bench").line if kind == "model" else passes.line
     bodies = record.read(ROOT / "perf" / "results" / f"{name}.jsonl")[-40:]
     monkeypatch.setenv("COLUMNS", "80")
     texts = []

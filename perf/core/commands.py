@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -109,9 +108,7 @@ def judged(
         raise typer.Exit(1)
 
 
-def bench_suite(
-    suite, todo: Iterable, rivals: str, line: Callable[[dict], str] | None = None, **options
-) -> None:
+def bench_suite(suite, todo: Iterable, rivals: str, **options) -> None:
     """Runs `passes.bench` with its options, by default with all rivals of the suite."""
     from . import passes
 
@@ -119,18 +116,7 @@ def bench_suite(
     options["output"] = options["output"] or record.RESULTS / f"{suite.kernel}.jsonl"
     found = passes.bench(suite, todo, names, **options)
     promised = {name for name, rival in suite.rivals.items() if rival.promised}
-    judged("bench", found, line or passes.line, lambda body: body["system"] in promised)
-
-
-def in_time(todo: list, seconds: float) -> Iterator:
-    """Yield the cases that begin within so many seconds; one line says how many do not."""
-    end = time.monotonic() + seconds
-    for index, case in enumerate(todo):
-        if time.monotonic() >= end:
-            left = len(todo) - index
-            say(f"not begun after {seconds:.0f} s: {left} cases, the first {case.product}")
-            return
-        yield case
+    judged("bench", found, passes.line, lambda body: body["system"] in promised)
 
 
 def soaked(found: Iterable[dict | str]) -> None:

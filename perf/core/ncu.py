@@ -54,33 +54,12 @@ METRICS = {
     "grid": "launch__grid_size",
 } | {f"stall_{name}": _STALL.format(name) for name in STALLS}
 #: ncu's units, as a factor to ns, Hz, bytes or the plain number.
-_UNITS = {
-    "": 1.0,
-    "%": 1.0,
-    "inst": 1.0,
-    "register/thread": 1.0,
-    "ns": 1.0,
-    "nsecond": 1.0,
-    "us": 1e3,
-    "usecond": 1e3,
-    "ms": 1e6,
-    "msecond": 1e6,
-    "s": 1e9,
-    "second": 1e9,
-    "hz": 1.0,
-    "cycle/second": 1.0,
-    "cycle/nsecond": 1e9,
-    "cycle/usecond": 1e6,
-    "khz": 1e3,
-    "mhz": 1e6,
-    "ghz": 1e9,
-    "byte": 1.0,
-    "byte/block": 1.0,
-    "kbyte": 1e3,
-    "kbyte/block": 1e3,
-    "mbyte": 1e6,
-    "gbyte": 1e9,
-}
+_UNITS = dict.fromkeys(("", "%", "inst", "register/thread", "hz", "cycle/second"), 1.0)
+for _prefix, _factor in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9)):
+    _UNITS |= dict.fromkeys((f"{_prefix}byte", f"{_prefix}byte/block", f"{_prefix}hz"), _factor)
+for _prefix, _factor in (("n", 1.0), ("u", 1e3), ("m", 1e6), ("", 1e9)):
+    _UNITS |= dict.fromkeys((f"{_prefix}s", f"{_prefix}second"), _factor)
+    _UNITS[f"cycle/{_prefix}second"] = 1e9 / _factor
 
 
 class ProfileError(RuntimeError):

@@ -8,7 +8,13 @@ gradients that come in, ``d0``, ``d1``, ...
 from __future__ import annotations
 
 import functools
+import math
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +47,10 @@ class Suite:
     check: (rival, call, case, operands) -> fields of a record; what it raises is recorded.
     facts: (case, median in us, ceilings) -> more fields of a record that has a time.
     compares: Whether a record has the distance of the results from ours.
+    fitting: (case, names) -> those of the rivals that say something of a case.
+    set_bytes: Bytes that a case reads of its operands; None: all of them.
+    timed_in: The context in which calls are timed.
+    patience_s: Seconds of one case after which the process ends.
     """
 
     kernel: str
@@ -50,6 +60,10 @@ class Suite:
     facts: Callable[[Any, float, dict], dict] = lambda case, median_us, ceilings: {}
     compares: bool = True
     ops: Mapping[str, str] = field(default_factory=dict)
+    fitting: Callable[[Any, list[str]], list[str]] = lambda case, names: names
+    set_bytes: Callable[[Any], int | None] = lambda case: None
+    timed_in: Callable[[], AbstractContextManager] = nullcontext
+    patience_s: float | None = None
 
 
 def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, Start]:
@@ -133,16 +147,25 @@ def _distance(results: tuple, reference: tuple) -> float:
 
 
 def _run_case(
-    suite: Suite, case, names: list[str], *, rounds: int, device: str, ceilings: dict
+    suite: Suite,
+    case,
+    calls: Mapping[str, Call],
+    others: Mapping[str, dict],
+    *,
+    rounds: int,
+    device: str,
+    ceilings: dict | None,
 ) -> dict[str, dict]:
-    """One record body per rival."""
-    runnable, absent = started(suite.rivals, names, case.product, case)
+    """One record body per rival, with a time if there are ceilings.
+
+    others: The fields of rivals that have no call here.
+    """
     first = case.inputs(0, device)
     bodies = {
-        name: _verdict(suite, suite.rivals[name], call, case, first)
-        for name, call in runnable.items()
+        name: _verdict(suite, suite.rivals[name], call, case, first) for name, call in calls.items()
     }
-    calls = {name: runnable[name] for name, body in bodies.items() if body["status"] == "ok"}
+    calls = {name: calls[name] for name, body in bodies.items() if body["status"] == "ok"}
+    bodies |= others
     if suite.compares and "ours" in calls:
         ours = calls["ours"](first)
         for name in calls:
@@ -150,15 +173,36 @@ def _run_case(
             if name != "ours" and (results := calls[name](first)):
                 bodies[name]["distance"] = _distance(results, ours)
         del ours
-    draw = functools.partial(case.inputs, device=device)
-    times, cold_l2 = timing.in_turns(calls, first, draw, rounds=rounds, device=device)
-    medians = {name: taken.median for name, taken in times.items()}
-    for name, taken in times.items():
-        bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": ratios(medians, name)}
-        bodies[name] |= suite.facts(case, taken.median, ceilings) | {"cold_l2": cold_l2}
-    for name, why in absent.items():
-        bodies[name] = {"status": "absent", "why": why}
-    return {name: case.items() | {"system": name} | body for name, body in bodies.items()}
+    if calls and ceilings is not None:
+        draw = functools.partial(case.inputs, device=device)
+        options = {"rounds": rounds, "device": device, "set_bytes": suite.set_bytes(case)}
+        with suite.timed_in():
+            times, cold_l2 = timing.in_turns(calls, first, draw, **options)
+        for name, taken in times.items():
+            bodies[name] |= measured(taken, case.work, ceilings) | {"cold_l2": cold_l2}
+            bodies[name] |= suite.facts(case, taken.median, ceilings)
+    medians = {name: body["median_us"] for name, body in bodies.items() if "median_us" in body}
+    for name in medians:
+        bodies[name]["ratio"] = ratios(medians, name)
+    return {name: case.items() | body | {"system": name} for name, body in bodies.items()}
+
+
+def own_process(rival: Rival, todo: Iterable) -> dict[Any, dict]:
+    """Fields of a rival that needs other variables, by case.
+
+    They come from this command line, run again in a process that has them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.jsonl"
+        command = ["env", *rival.environment, sys.executable, "-m", "perf", *sys.argv[1:]]
+        command += ["--rivals", rival.program, "-o", str(path)]
+        process = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True)
+        records = record.read(path) if path.is_file() else []
+    by_case = {(r["product"], r["shape"]): r for r in records}
+    output_tail = (process.stdout + process.stderr).strip()[-500:]
+    why = f"its process ended with {process.returncode}: {output_tail}"
+    failed, facts = {"status": "failed", "why": why}, {"own_process": list(rival.environment)}
+    return {case: by_case.get((case.product, case.label), failed) | facts for case in todo}
 
 
 def bench(
@@ -168,37 +212,75 @@ def bench(
     *,
     output: Path,
     rounds: int,
+    seconds: float = math.inf,
+    check_only: bool = False,
     commit: str | None = None,
     device: str = "cuda",
-) -> Iterator[dict]:
-    """Checks the bits, compares results, times in turns; yields each record as it is written."""
+) -> Iterator[dict | str]:
+    """Checks the bits, compares results, times in turns; yields each record as it is written.
+
+    And a line of text for the cases that are not begun within ``seconds``.
+    """
     import cute_kernels as ck
 
+    todo = list(todo)
+    end = time.monotonic() + seconds
     common = record.environment(commit) | {"kind": "bench", "kernel": suite.kernel}
-    ceilings = timing.ceilings()
-    for case in todo:
+    # Processes of their own come first: two never share the card.
+    separate = {n: own_process(suite.rivals[n], todo) for n in names if suite.rivals[n].environment}
+    here = [name for name in names if name not in separate]
+    # All are started before any time is taken: to import a package may change CuTe process-wide.
+    ready = {
+        case: started(suite.rivals, suite.fitting(case, here), case.product, case) for case in todo
+    }
+    ceilings = None if check_only else timing.ceilings()
+
+    def run(case) -> Iterator[dict]:
+        calls, others = ready[case]
+        others |= {name: bodies[case] for name, bodies in separate.items()}
         options = {"rounds": rounds, "device": device, "ceilings": ceilings}
-        bodies = _run_case(suite, case, names, **options)
+        with watch.watched(suite.patience_s):
+            bodies = _run_case(suite, case, calls, others, **options)
         clocks = record.clocks()
-        for name, body in bodies.items():
-            body |= common | {"clocks": clocks}
+        for name in (name for name in names if name in bodies):
+            body, rival = bodies[name] | common | {"clocks": clocks}, suite.rivals[name]
             # One that failed may have no backend, and so no contract.
-            if suite.rivals[name].promised and body["status"] == "ok":
-                op = suite.rivals[name].op or suite.ops.get(case.product, suite.op)
-                body["contract_id"] = ck.contract_id(op, device)
+            if rival.promised and rival.op is not None and body["status"] == "ok":
+                op = rival.op or suite.ops.get(case.product, suite.op)
+                body["contract_id"] = str(ck.contract_id(op, device))
             record.append(output, body)
             yield body
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    yield from watch.within(end, todo, run, time.monotonic)
+
+
+#: Field of a record -> how the terminal shows it.
+_CELLS = {
+    "tflops": "{:.0f} TFLOP/s",
+    "floor_fraction": "{:.0%} of floor",
+    "weight_gbs": "{:.0f} GB/s of weights",
+    "of_copy": "{:.0%} of copy",
+    "extra_mib": "{:.0f} MiB more",
+    "distance": "distance {:.1e}",
+}
 
 
 def line(body: dict) -> str:
     """One record for the terminal."""
-    head = f"{body['product']:<20} {body['shape']:<11} {body['system']:<11}"
+    head = f"{body['product']:<20} {body['shape']:<28} {body['system']:<13}"
     if body["status"] != "ok":
         return f"{head} {body['status']}: {body['why'][:100]}"
-    cells = [f"{body['median_us']:8.1f} us", f"floor {body['floor_fraction']:4.0%}"]
+    cells = []
+    if "median_us" in body:
+        cells.append(f"{body['median_us']:8.1f} us [{body['p10_us']:.1f}, {body['p90_us']:.1f}]")
+    cells += [form.format(body[name]) for name, form in _CELLS.items() if body.get(name)]
+    checked = body.get("check", {})
+    errors = [checked[name] for name in ("rel_error", "relative_error") if name in checked]
+    cells += [f"error {error:.1e}" for error in errors]
     broken = [name for name, held in body["bitwise"].items() if not held]
-    cells += [f"BITS DIFFER: {broken}"] if broken else []
-    cells += [f"distance {body['distance']:.1e}"] if "distance" in body else []
-    ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())
-    return f"{head} {'  '.join(cells)}  [{ratios}]"
+    cells += [f"BITS DIFFER: {', '.join(broken)}"] if broken else []
+    if body.get("ratio"):
+        cells.append("[" + " ".join(f"{name} {r:.2f}" for name, r in body["ratio"].items()) + "]")
+    return f"{head} {'  '.join(cells)}"

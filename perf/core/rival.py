@@ -38,9 +38,10 @@ class Rival:
 
     start: product or pass -> what gives its call on a problem, or raises Absent.  promised: its
     results must keep the error bound.  ordered: its bits must repeat.  short: it is also checked on
-    a short case (False: a new length is a new compilation of half a minute).  environment:
-    variables of a process of its own, for a rival that needs other ones than ours.
-    op: whose contract it keeps, where that is not the op of its suite.
+    a short case (False: a new length is a new compilation of half a minute).
+    environment, program: variables of a process of its own, for a rival that needs other ones than
+    ours, and the rival that is measured there.
+    op: whose contract it keeps, where that is not the op of its suite; None: no op's.
     """
 
     name: str
@@ -49,7 +50,8 @@ class Rival:
     ordered: bool = False
     short: bool = True
     environment: tuple[str, ...] = ()
-    op: str = ""
+    program: str = ""
+    op: str | None = ""
 
 
 def by_name(*rivals: Rival) -> dict[str, Rival]:
@@ -59,16 +61,23 @@ def by_name(*rivals: Rival) -> dict[str, Rival]:
 
 def started(
     rivals: Mapping[str, Rival], names: Iterable[str], which: str, problem: object
-) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls of those that have a product or pass and can run here; why each other cannot."""
-    calls, absent = {}, {}
+) -> tuple[dict[str, Call], dict[str, dict]]:
+    """Calls of the rivals that have a product or pass and can run here; of each other, its status.
+
+    A status is the fields of a record that say why there is no call.
+    """
+    calls, others = {}, {}
     for name in names:
         if which in rivals[name].start:
             try:
                 calls[name] = rivals[name].start[which](problem)
             except Absent as error:
-                absent[name] = str(error)
-    return calls, absent
+                others[name] = {"status": "absent", "why": str(error)}
+            except Exception as error:
+                # A rival that fails on the card is a result to record, with its reason.
+                why = f"{type(error).__name__}: {error}"
+                others[name] = {"status": "failed", "why": why[:_WHY]}
+    return calls, others
 
 
 def module(name: str) -> ModuleType:

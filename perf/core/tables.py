@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .models import model
@@ -88,19 +89,79 @@ def target_row(text: str, measured: str | None, met: bool, steps: tuple[str, str
     return [text, measured, MET, "none"] if met else [text, measured, MISSED, after_a_miss]
 
 
-def sizes_row(
-    text: str, values: list[float], at_least: float, share: bool, steps: tuple[str, str]
+def mean_row(
+    text: str,
+    values: list[float | None],
+    at_least: float,
+    each: float | None,
+    steps: tuple[str, str],
 ) -> list[str]:
-    """`target_row` of a target that every measured size has to reach.
+    """`target_row` of a geometric mean over all cases, and of a bound on each."""
+    measured = [value for value in values if value is not None]
+    if len(measured) < len(values):
+        count = f" ({len(measured)} of {len(values)} cases)" if measured else ""
+        return [text, NOT_RUN + count, NOT_RUN, steps[0]]
+    mean, lowest = geomean(measured), min(measured)
+    met = mean >= at_least and lowest >= (each or 0.0)
+    return target_row(text, f"{mean:.3f}x (lowest {lowest:.3f}x)", met, steps)
 
-    values: Of the sizes that were measured.  share: Whether they are fractions of a copy, not
-    ratios to a rival.
+
+#: What is measured of a case: None where there is no record of it.
+Value = Callable[[Bench, Case], float | None]
+
+
+def ratio_to(rival: str, system: str = "ours") -> Value:
+    """The rival's time over the system's."""
+    return lambda bench, case: bench.ratio(case, rival, system)
+
+
+def field_of(name: str, system: str = "ours") -> Value:
+    """A field of the system's record."""
+    return lambda bench, case: (bench.get(case, system) or {}).get(name)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What every case that was measured has to reach.
+
+    share: Whether values are fractions of a copy, not ratios to a rival.
     """
-    if not values:
-        return target_row(text, None, False, steps)
-    form = "{:.0%}" if share else "{:.2f}x"
-    measured = f"{form.format(min(values))} to {form.format(max(values))}, {len(values)} sizes"
-    return target_row(text, measured, min(values) >= at_least, steps)
+
+    text: str
+    cases: Sequence[Case]
+    at_least: float
+    value: Value
+    share: bool = False
+
+    def row(self, bench: Bench, steps: tuple[str, str]) -> list[str]:
+        """`target_row` of it."""
+        values = [self.value(bench, case) for case in self.cases]
+        values = [value for value in values if value is not None]
+        if not values:
+            return target_row(self.text, None, False, steps)
+        form = "{:.0%}" if self.share else "{:.2f}x"
+        measured = f"{form.format(min(values))} to {form.format(max(values))}, {len(values)} sizes"
+        return target_row(self.text, measured, min(values) >= self.at_least, steps)
+
+
+Rows = Callable[[list[dict]], list[list[str]]]
+
+
+def page_of(
+    kernel: str, cases: list[Case], targets: Sequence[Target], steps: tuple[str, str]
+) -> tuple[Rows, Rows]:
+    """`bits_kept` and `target_rows` of a page of one kernel."""
+
+    def bits_kept(records: list[dict]) -> list[list[str]]:
+        """Bits over all cases."""
+        return [["bits", kept(latest(records, kernel), cases)]]
+
+    def target_rows(records: list[dict]) -> list[list[str]]:
+        """(target, measured, verdict, next step) of every target."""
+        bench = latest(records, kernel)
+        return [target.row(bench, steps) for target in targets]
+
+    return bits_kept, target_rows
 
 
 def commit_of(item: dict) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from typing import Annotated
 
@@ -35,33 +34,18 @@ def bench_gemm(
     rounds: Annotated[int, typer.Option(min=50, help="samples of each rival")] = 50,
     output: Output = None,
     check_only: Annotated[bool, typer.Option(help="correctness and bits, no time")] = False,
-    case: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="records on standard output")] = False,
     commit: Commit = None,
 ) -> None:
     """Checks every rival against float64, then times them in turns.  Appends one line per case."""
     need_gpu("bench")
-    from . import bench
+    from .bench import SUITE
     from .cases import cases
-    from .rivals import DEFAULT, RIVALS
+    from .rivals import DEFAULT
 
-    names = chosen("--rivals", rivals, RIVALS) or list(DEFAULT)
     shapes = chosen("--shape", shape, targets.SHAPES)
-    products = chosen("--product", product, targets.PRODUCTS)
-    todo = cases(shapes, numbers("--m", m), products)
-    if case:
-        fields = [text.split(":") for text in case]
-        todo = [cases([s], [int(rows)], [p])[0] for p, s, rows in fields]
-    path = None if as_json else output or record.RESULTS / "gemm.jsonl"
-    measured = bench.gemm(
-        todo, names, output=path, rounds=rounds, check_only=check_only, commit=commit
-    )
-    failed = 0
-    for body in measured:
-        typer.echo(json.dumps(body)) if as_json else say(bench.line(body))
-        failed += body["system"] == "ours" and body["status"] != "ok"
-    if failed:
-        raise typer.Exit(1)
+    todo = cases(shapes, numbers("--m", m), chosen("--product", product, targets.PRODUCTS))
+    options = {"output": output, "rounds": rounds, "commit": commit, "check_only": check_only}
+    bench_suite(SUITE, todo, rivals or DEFAULT, **options)
 
 
 @verbs.bench.command("decode")
@@ -174,8 +158,8 @@ def profile_gemm(
 ) -> None:
     """Counters of one launch: achieved against the floor, and where warps stall."""
     need_gpu("profile")
+    from .bench import SUITE
     from .cases import cases
-    from .rivals import SUITE
 
     (one_shape,) = chosen("--shape", shape, targets.SHAPES)
     (one_product,) = chosen("--product", product, targets.PRODUCTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..core.tables import Bench, geomean, kept, latest, target_row
+from ..core.tables import Bench, kept, latest, mean_row
 from . import decode
 
 SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
@@ -84,17 +84,10 @@ def targets(bench: Bench) -> list[tuple[str, list[float | None], float, float]]:
 
 def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target of speed."""
-    bench, rows = latest(records, "decode"), []
-    for text, values, mean, lowest in targets(bench):
+    rows = []
+    for text, values, mean, lowest in targets(latest(records, "decode")):
         least = f"{text}: >= {mean:.2f}x" + (f", each >= {lowest:.2f}x" if lowest else "")
-        ratios = [value for value in values if value is not None]
-        if len(ratios) < len(values):
-            rows.append(target_row(least, None, False, _STEPS))
-            continue
-        average = geomean(ratios)
-        measured = f"{average:.3f}x (lowest {min(ratios):.3f}x)"
-        met = average >= mean and min(ratios) >= lowest
-        rows.append(target_row(least, measured, met, _STEPS))
+        rows.append(mean_row(least, values, mean, lowest, _STEPS))
     return rows
 
 

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from ..core.speed import Speed
-from ..core.tables import (
-    NOT_RUN,
-    Bench,
-    geomean,
-    kept,
-    latest,
-    target_row,
-)
+from ..core.tables import MISSED, Bench, kept, latest, mean_row, target_row
 from . import decode_page, targets
 
 TITLE = "`linear` and `matmul`"
@@ -27,15 +20,9 @@ _MEASURE = "`python -m perf bench gemm`"
 
 def _target_row(bench: Bench, target: targets.Target) -> list[str]:
     cases = [(target.product, name) for name in targets.SHAPES]
-    ratios = [bench.ratio(case, target.rival, target.system) for case in cases]
-    measured_ratios = [value for value in ratios if value is not None]
-    if len(measured_ratios) < len(ratios):
-        count = f" ({len(measured_ratios)} of {len(ratios)} shapes)" if measured_ratios else ""
-        return [target.text, NOT_RUN + count, NOT_RUN, _MEASURE]
-    mean = geomean(measured_ratios)
-    measured = f"{mean:.3f}x (lowest {min(measured_ratios):.3f}x)"
-    met = mean >= target.at_least and min(measured_ratios) >= (target.each or 0.0)
-    return target_row(target.text, measured, met, (_MEASURE, _after_a_miss(bench, target)))
+    values = [bench.ratio(case, target.rival, target.system) for case in cases]
+    row = mean_row(target.text, values, target.at_least, target.each, (_MEASURE, ""))
+    return row if row[2] != MISSED else [*row[:3], _after_a_miss(bench, target)]
 
 
 def _after_a_miss(bench: Bench, target: targets.Target) -> str:

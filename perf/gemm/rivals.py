@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.passes import Suite
 from ..core.rival import Call, Rival, Start, by_name, module
 from .cases import Inputs
 from .targets import PRODUCTS
@@ -75,16 +74,16 @@ def _quack(tuned: bool) -> dict[str, Call]:
 
 RIVALS = by_name(
     Rival("ours", _products(_ours), promised=True),
-    Rival("ours_triton", _products(_ours_triton), promised=True),
+    Rival("ours_triton", _products(_ours_triton), promised=True, op=None),
     Rival("cublas", _products(_cublas)),
     Rival(
         "cublas_starved",
         _products(_cublas),
         environment=("CUBLAS_WORKSPACE_CONFIG=:16:8", "CUBLASLT_WORKSPACE_SIZE=1"),
+        program="cublas",
     ),
     Rival("quack", _products(lambda: _quack(tuned=True))),
     Rival("quack_untuned", _products(lambda: _quack(tuned=False))),
 )
-SUITE = Suite("gemm", "linear", RIVALS)
 #: quack's own autotuner compiles dozens of kernels for each shape; ask for `quack` by name.
-DEFAULT = ("ours", "ours_triton", "cublas", "cublas_starved", "quack_untuned")
+DEFAULT = "ours,ours_triton,cublas,cublas_starved,quack_untuned"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..core import commands as verbs
-from ..core.commands import Commit, Output, bench_suite, chosen, in_time, need_gpu
+from ..core.commands import Commit, Output, bench_suite, chosen, need_gpu
 from . import cases
 
 
@@ -29,8 +29,8 @@ def bench_linear_attn(
     shapes = chosen("--shape", shape, {case.label for case in todo})
     todo = [case for case in todo if not shapes or case.label in shapes]
     need_gpu("bench")
-    from .rivals import SUITE, line, tuned_together
+    from .rivals import SUITE, tuned_together
 
-    options = {"output": output, "rounds": rounds, "commit": commit}
+    options = {"output": output, "rounds": rounds, "seconds": seconds, "commit": commit}
     with tuned_together():
-        bench_suite(SUITE, in_time(todo, seconds), rivals, line, **options)
+        bench_suite(SUITE, todo, rivals, **options)

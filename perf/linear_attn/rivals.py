@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..core import passes
 from ..core.passes import DIRECTIONS, Inputs, Op, Suite, copied, repeated, starts
 from ..core.rival import Call, Rival, by_name, module
 from . import exact
@@ -89,12 +88,6 @@ def check(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
         raise ValueError(f"errors against float64: expected at most {WRONG}, got {errors}")
     worst = {"relative_error": max(errors.values()), "errors": errors, "rows": small.rows}
     return repeated(rival, call, case, t) | {"check": worst}
-
-
-def line(body: dict) -> str:
-    """One record for the terminal, and its error."""
-    error = body.get("check", {}).get("relative_error")
-    return passes.line(body) + ("" if error is None else f"  err {error:.1e}")
 
 
 @contextlib.contextmanager

@@ -63,18 +63,3 @@ def facts(case: Case, median_us: float, ceilings: dict[str, float]) -> dict:
 
 
 SUITE = passes.Suite("logp", "linear_logp", RIVALS, check, facts, compares=False)
-
-
-def line(body: dict) -> str:
-    """One record for the terminal."""
-    head = f"{body['product']:<5} {body['shape']:<10} {body['system']:<13}"
-    if body["status"] != "ok":
-        return f"{head} {body['status']}: {body['why'][:100]}"
-    cells = [f"{body['median_us']:9.1f} us", f"{body['tflops']:4.0f} TF/s"]
-    cells += [f"extra {body['extra_mib']:.0f} MiB", f"copy {body['of_copy']:.0%}"]
-    broken = [name for name, held in body["bitwise"].items() if not held]
-    cells += [f"BITS DIFFER: {broken}"] if broken else []
-    error = body.get("check", {}).get("relative_error")
-    cells += [f"err {error:.1e}"] if error is not None else []
-    ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())
-    return f"{head} {'  '.join(cells)}  [{ratios}]"

@@ -29,4 +29,4 @@ def bench_logp(
     todo = cases.cases(shapes, chosen("--passes", passes, cases.PASSES))
     todo = [case for case in todo if decode or case.label in cases.SHAPES]
     options = {"output": output, "rounds": rounds, "commit": commit}
-    bench_suite(bench.SUITE, todo, rivals, bench.line, **options)
+    bench_suite(bench.SUITE, todo, rivals, **options)

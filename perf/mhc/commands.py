@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core import commands as verbs
-from ..core.commands import Commit, Output, Target, bench_suite, chosen, counted, in_time, need_gpu
+from ..core.commands import Commit, Output, Target, bench_suite, chosen, counted, need_gpu
 from . import cases
 
 _TOKENS = {str(m): m for m in (*cases.FEW_TOKENS, *cases.TOKENS)}
@@ -60,8 +60,8 @@ def bench_mhc(
 
     # TransformerEngine's gradient of phi is a product of cuBLAS, in TF32 as in its own library.
     torch.backends.cuda.matmul.allow_tf32 = True
-    options = {"output": output, "rounds": rounds, "commit": commit}
-    bench_suite(SUITE, in_time(todo, seconds), rivals, **options)
+    options = {"output": output, "rounds": rounds, "seconds": seconds, "commit": commit}
+    bench_suite(SUITE, todo, rivals, **options)
 
 
 @verbs.profile.command("mhc")

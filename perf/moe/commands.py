@@ -9,7 +9,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, judged, need_gpu
+from ..core.commands import Commit, Output, bench_suite, chosen, judged, need_gpu
 from . import cases, qwen3
 
 _TOKENS = {str(t): t for t in cases.DECODE + cases.TRAIN}
@@ -34,20 +34,16 @@ def bench_moe(
     Decoding (up to 128 tokens) first, forward alone; then training; then permute and combine.
     """
     need_gpu("bench")
-    from . import bench
-    from .rivals import DEFAULT, RIVALS
+    from .rivals import DEFAULT, SUITE
 
-    names = chosen("--rivals", rivals, RIVALS) or list(DEFAULT)
     todo = cases.cases(
         chosen("--shape", shape, cases.SHAPES),
         [_TOKENS[name] for name in chosen("--tokens", tokens, _TOKENS)],
         chosen("--product", product, cases.PRODUCTS + cases.MOVES),
         chosen("--load", load, cases.LOADS),
     )
-    path = output or record.RESULTS / "moe.jsonl"
-    options = {"output": path, "rounds": rounds, "budget_s": budget, "commit": commit}
-    found = bench.moe(todo, names, **options)
-    judged("bench", found, bench.line, lambda body: RIVALS[body["system"]].promised)
+    options = {"output": output, "rounds": rounds, "seconds": budget, "commit": commit}
+    bench_suite(SUITE, todo, rivals or DEFAULT, **options)
 
 
 @verbs.bench.command("qwen3-moe")

@@ -7,8 +7,9 @@ from unittest import mock
 
 import torch
 
-from ..core.passes import copied
+from ..core.passes import Suite, copied
 from ..core.rival import Absent, Call, Rival, Start, by_name, module
+from . import check
 from .cases import MOVES, PRODUCTS, Case, Inputs
 
 
@@ -186,14 +187,14 @@ def _dense(case: Case) -> dict[str, Call]:
 
 RIVALS = by_name(
     Rival("ours", _starts(PRODUCTS + MOVES, _ours), promised=True, ordered=True),
-    Rival("ours_triton", _starts(PRODUCTS, _ours_triton), promised=True, ordered=True),
-    Rival("many_rows", {"fwd": _many_rows}, promised=True, ordered=True),
+    Rival("ours_triton", _starts(PRODUCTS, _ours_triton), promised=True, ordered=True, op=None),
+    Rival("many_rows", {"fwd": _many_rows}, promised=True, ordered=True, op=None),
     Rival("torch", _starts(PRODUCTS + MOVES, _torch)),
     Rival("deepgemm", _starts(("fwd", "dx"), _deepgemm)),
     Rival("dense", _starts(PRODUCTS, _dense)),
     Rival("copy", dict.fromkeys(PRODUCTS + MOVES, copied)),
 )
-DEFAULT = ("ours", "many_rows", "torch", "deepgemm", "dense", "copy")
+DEFAULT = "ours,many_rows,torch,deepgemm,dense,copy"
 
 
 def fitting(case: Case, names: list[str]) -> list[str]:
@@ -205,3 +206,26 @@ def fitting(case: Case, names: list[str]) -> list[str]:
     read = case.decode or case.product in MOVES
     others = ("dense", "deepgemm") if read else ("copy", "many_rows")
     return [name for name in names if name not in others and case.product in RIVALS[name].start]
+
+
+def facts(case: Case, median_us: float, ceilings: dict[str, float]) -> dict:
+    """Bandwidth, over the weights in decoding, and its share of a copy's."""
+    gbs = (case.weight_bytes if case.decode else case.work.bytes) / median_us / 1e3
+    field = "weight_gbs" if case.decode else "gbs"
+    return {field: gbs, "of_copy": gbs / ceilings["copy_gbs"]}
+
+
+SUITE = Suite(
+    "moe",
+    "grouped_linear",
+    RIVALS,
+    check.verdict,
+    facts,
+    compares=False,
+    ops=dict.fromkeys(MOVES, "moe"),
+    fitting=fitting,
+    # The bytes that are read, not those of experts without rows.
+    set_bytes=lambda case: case.work.bytes,
+    timed_in=torch.inference_mode,
+    patience_s=100.0,
+)

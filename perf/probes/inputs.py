@@ -121,3 +121,8 @@ def make(kind: str, m: int, n: int, k: int, *, device: str, seed: int = 0) -> Op
     """A [m, k] and B [n, k] bf16, C [m, n] fp32, of one kind; k a multiple of 16."""
     a, b, c = (ORDINARY | EXTREME)[kind](Draw(seed, device), m, n, k)
     return a.to(torch.bfloat16).contiguous(), b.to(torch.bfloat16).contiguous(), c.contiguous()
+
+
+def every(m: int, n: int, k: int, *, device: str, seed: int = 0) -> dict[str, Operands]:
+    """Operands of every kind."""
+    return {kind: make(kind, m, n, k, device=device, seed=seed) for kind in ORDINARY | EXTREME}

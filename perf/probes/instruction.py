@@ -6,10 +6,11 @@ below 64 rows, and WGMMA from there) are compared with WGMMA from shared memory,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from . import inputs
-from .tally import Tally, poisoned
+from .tally import Answer, product
 from .wgmma_kernel import Chain
 
 REFERENCE = Chain(64)
@@ -25,8 +26,6 @@ def name(chain: Chain) -> str:
 
 def on_card() -> dict[str, Callable]:
     """Name -> run(a, b, d, c) of what is compared, but for chains of WGMMA."""
-    import functools
-
     from . import sync_kernel, triton_kernel
 
     dots = {
@@ -47,22 +46,11 @@ def run(
     others: Callable[[], dict[str, Callable]] = on_card,
 ) -> Iterator[dict]:
     """One record per instruction, then the answer."""
-    m, n, k = size
-    ordinary, extreme = Tally(), Tally()
+    answer, operands = Answer(), inputs.every(*size, device=device)
     calls = {name(chain): build(chain, with_c=True) for chain in chains} | others()
-    kinds = inputs.ORDINARY | inputs.EXTREME
-    operands = {kind: inputs.make(kind, m, n, k, device=device) for kind in kinds}
-    want = {kind: poisoned(m, n, device) for kind in kinds}
     reference = build(REFERENCE, with_c=True)
-    for kind, (a, b, c) in operands.items():
-        reference(a, b, want[kind], c)
+    want = {kind: product(reference, *three) for kind, three in operands.items()}
     for case, call in calls.items():
-        of_call = Tally()
-        for kind, (a, b, c) in operands.items():
-            got, tally = poisoned(m, n, device), Tally()
-            call(a, b, got, c)
-            tally.add(got, want[kind], kind)
-            of_call.merge(tally)
-            (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
-        yield {"case": case, "k": k} | of_call.items()
-    yield {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}
+        results = ((kind, product(call, *three), want[kind]) for kind, three in operands.items())
+        yield {"case": case, "k": size[2]} | answer.add(results).items()
+    yield answer.items()

@@ -19,7 +19,7 @@ import torch
 from ..core import timing
 from ..gemm import targets
 from . import inputs, truncation
-from .tally import Tally, poisoned
+from .tally import Tally, poisoned, product
 from .wgmma_kernel import Chain
 
 PERIODS = (4, 8, 16, 32, 64)
@@ -97,9 +97,7 @@ def _times(build, chains, plan: Plan, device, units, clock) -> dict[int, dict]:
 def _bits(build, chain: Chain, device: str, size: tuple[int, int, int]) -> Tally:
     m, n, k = size
     a, b, c = inputs.make("normal", m, n, k, device=device, seed=2)
-    got = poisoned(m, n, device)
-    build(chain, with_c=True)(a, b, got, c)
-    tally = Tally()
+    got, tally = product(build(chain, with_c=True), a, b, c), Tally()
     want = truncation.chain(a, b, c, promote_every=chain.promote_every)
     tally.add(got, want, f"leaf of {chain.promote_every} groups")
     return tally

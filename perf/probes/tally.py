@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
+
+from . import inputs
 
 
 @dataclass
@@ -56,6 +59,37 @@ class Tally:
         return body | ({"first": self.first} if self.first else {})
 
 
-def poisoned(m: int, n: int, device: str) -> torch.Tensor:
+@dataclass
+class Answer:
+    """Tallies of all that a probe compares, on ordinary and on extreme operands."""
+
+    ordinary: Tally = field(default_factory=Tally)
+    extreme: Tally = field(default_factory=Tally)
+
+    def add(self, results: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> Tally:
+        """Tally of (kind of operands, got, want), which counts here too."""
+        out = Tally()
+        for kind, got, want in results:
+            tally = Tally()
+            tally.add(got, want, kind)
+            out.merge(tally)
+            (self.ordinary if kind in inputs.ORDINARY else self.extreme).merge(tally)
+        return out
+
+    def items(self) -> dict:
+        """Fields of the last record of a probe."""
+        return {"case": "answer"} | self.ordinary.items() | {"extreme": self.extreme.items()}
+
+
+def product(
+    call: Callable, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options
+) -> torch.Tensor:
+    """D of a call, in memory that held NaN."""
+    d = poisoned(len(a), len(b), a.device)
+    call(a, b, d, c, **options)
+    return d
+
+
+def poisoned(m: int, n: int, device: str | torch.device) -> torch.Tensor:
     """An fp32 [m, n] of NaN, so that an element nobody writes is seen."""
     return torch.full((m, n), float("nan"), device=device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import inputs
-from .tally import Tally, poisoned
+from .tally import Answer, product
 from .wgmma_kernel import Chain
 
 REFERENCE = Chain(64)
@@ -28,26 +28,15 @@ def run(
     tiles: tuple[Chain, ...] = TILES,
 ) -> Iterator[dict]:
     """One record per variant, then the answer."""
-    m, n, k = size
-    ordinary, extreme = Tally(), Tally()
-    operands = {
-        kind: inputs.make(kind, m, n, k, device=device) for kind in inputs.ORDINARY | inputs.EXTREME
-    }
+    answer, operands = Answer(), inputs.every(*size, device=device)
     reference = build(REFERENCE, with_c=True)
-    want = {}
-    for kind, (a, b, c) in operands.items():
-        want[kind] = poisoned(m, n, device)
-        reference(a, b, want[kind], c)
+    want = {kind: product(reference, *three) for kind, three in operands.items()}
     for chain in (*(Chain(width) for width in widths), *tiles):
         call = build(chain, with_c=True)
         for swap in (False, True):
-            variant_tally = Tally()
-            for kind, (a, b, c) in operands.items():
-                got = poisoned(m, n, device)
-                call(a, b, got, c, swap=swap)
-                tally = Tally()
-                tally.add(got, want[kind], kind)
-                variant_tally.merge(tally)
-                (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
-            yield {"case": f"{chain}, swap={swap}", "k": k} | variant_tally.items()
-    yield {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}
+            results = (
+                (kind, product(call, *three, swap=swap), want[kind])
+                for kind, three in operands.items()
+            )
+            yield {"case": f"{chain}, swap={swap}", "k": size[2]} | answer.add(results).items()
+    yield answer.items()

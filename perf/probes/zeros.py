@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from . import inputs
-from .tally import Tally, poisoned
+from .tally import Answer, Tally, product
 from .wgmma_kernel import GROUP_K, Chain
 
 CHAINS = (Chain(64, block_k=16), Chain(256, block_k=16), Chain(8, block_k=16))
@@ -54,35 +54,22 @@ def run(
     chains: tuple[Chain, ...] = CHAINS,
 ) -> Iterator[dict]:
     """One record per chain, filler and place, then the answer."""
-    m, n, k = size
-    ordinary, extreme = Tally(), Tally()
-    operands = {
-        kind: inputs.make(kind, m, n, k, device=device) for kind in inputs.ORDINARY | inputs.EXTREME
-    }
+    answer, operands = Answer(), inputs.every(*size, device=device)
     for chain in chains:
         call = build(chain, with_c=True)
-
-        def result(a, b, c, call=call):
-            d = poisoned(m, n, device)
-            call(a, b, d, c)
-            return d
-
-        want = {kind: result(*three) for kind, three in operands.items()}
+        want = {kind: product(call, *three) for kind, three in operands.items()}
         for name, filler in FILLERS.items():
             for place in PLACES:
-                filler_tally = Tally()
-                for kind, (a, b, c) in operands.items():
-                    tally = Tally()
-                    tally.add(result(*padded(a, b, filler, place), c), want[kind], kind)
-                    filler_tally.merge(tally)
-                    (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
-                yield {"case": f"{chain}, {name} {place}"} | filler_tally.items()
+                results = (
+                    (kind, product(call, *padded(a, b, filler, place), c), want[kind])
+                    for kind, (a, b, c) in operands.items()
+                )
+                yield {"case": f"{chain}, {name} {place}"} | answer.add(results).items()
             a, b, _ = operands["normal"]
             a, b = (t[:, : 2 * GROUP_K].contiguous() for t in (a, b))
             a, b = (t if v is None else t * 0 + v for t, v in zip((a, b), filler, strict=True))
-            minus = torch.full((m, n), -0.0, device=device)
-            filler_tally = Tally()
-            filler_tally.add(result(a, b, minus), minus, "C = -0")
-            ordinary.merge(filler_tally)
-            yield {"case": f"{chain}, {name} on C = -0"} | filler_tally.items()
-    yield {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}
+            minus, tally = torch.full((len(a), len(b)), -0.0, device=device), Tally()
+            tally.add(product(call, a, b, minus), minus, "C = -0")
+            answer.ordinary.merge(tally)
+            yield {"case": f"{chain}, {name} on C = -0"} | tally.items()
+    yield answer.items()

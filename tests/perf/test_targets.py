@@ -56,7 +56,7 @@ def told(page, records: list[dict]) -> dict[str, list[str]]:
         (forward(0.96), "0.960x (lowest 0.960x)", "met", "none"),
         (forward(0.94, lm_head=0.93), "0.938x (lowest 0.930x)", "missed", "lm_head"),
         (forward(0.99, qkv=0.89), "0.969x (lowest 0.890x)", "missed", "qkv"),
-        (forward(0.96)[:3], "not run (3 of 5 shapes)", "not run", "bench gemm"),
+        (forward(0.96)[:3], "not run (3 of 5 cases)", "not run", "bench gemm"),
     ],
 )
 def test_a_product_needs_all_five_shapes_the_mean_and_each(records, measured, verdict, step):

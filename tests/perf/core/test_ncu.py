@@ -6,8 +6,8 @@ import pytest
 
 from perf.core import counters, ncu
 from perf.core.work import Work
+from perf.gemm.bench import SUITE
 from perf.gemm.cases import cases
-from perf.gemm.rivals import SUITE
 from tests.perf.core.counters import CEILINGS, MAIN, STALLS, UNITS, output, stand_in
 
 WORK = Work(2 * 4096 * 4096 * 12288, 2 * (4096 * 4096 + 2 * 4096 * 12288))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from perf import report
-from perf.core import record, timing
-from perf.core.rival import Rival, module, started
+from perf.core import passes, record, timing
+from perf.core.rival import Rival, by_name, module
 from perf.gemm import bench, rivals, targets
 from perf.gemm.cases import Case
 from tests.perf.core.clocks import HostClock
@@ -39,94 +41,82 @@ def test_inputs_are_random_and_each_set_is_another(product):
     assert one.get("main_grad", torch.zeros(())).dtype == torch.float32
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """Rivals for a CPU: ours, one that is wrong, one that raises."""
-
-    def raises(t):
-        raise RuntimeError("no such tile")
-
-    def everywhere(call):
-        return {which: lambda case: call(case.product) for which in targets.PRODUCTS}
-
-    known = {
-        "ours": rivals.RIVALS["ours"],
-        "honest": Rival("honest", everywhere(products.honest), promised=True),
-        "wrong": Rival("wrong", everywhere(products.drops_the_last_k)),
-        "raises": Rival("raises", everywhere(lambda _: raises)),
-    }
-    monkeypatch.setattr(bench, "RIVALS", known)
-    return known
+def raises(t):
+    raise RuntimeError("no such tile")
 
 
-@pytest.mark.parametrize("product", targets.PRODUCTS)
-def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
-    case = products.case(product)
-    out, absent = started(bench.RIVALS, list(stand_ins), case.product, case)
-    assert not absent
-    bodies = bench.run_case(
-        case,
-        out,
-        rounds=50,
-        device="cpu",
-        ceilings=CEILINGS,
-        clock=HostClock(),
-    )
-    for name in ("ours", "honest"):
-        body = bodies[name]
-        assert body["status"] == "ok", body
-        assert all(body["bitwise"].values()), body
-        assert body["samples"] == 50
-        assert body["p10_us"] <= body["median_us"] <= body["p90_us"]
-        assert body["cold_l2"]["sets"] >= 2
-        assert body["floor_fraction"] == pytest.approx(body["floor_us"] / body["median_us"])
-    assert bodies["wrong"]["status"] == "failed"
-    assert bodies["raises"]["why"] == "RuntimeError: no such tile"
-    assert "median_us" not in bodies["wrong"] and "median_us" not in bodies["raises"]
+def rival(name: str, call, **options) -> Rival:
+    """A rival of all products; ``call``: product -> its call."""
+    return Rival(name, {p: lambda case: call(case.product) for p in targets.PRODUCTS}, **options)
 
 
-def test_a_whole_run_writes_one_record_per_case_and_rival(stand_ins, monkeypatch, tmp_path):
-    """The card's facts are stand-ins; everything else is what runs there."""
-    card = types.SimpleNamespace(L2_cache_size=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+def test_a_whole_run_has_a_record_of_each_case_and_rival(monkeypatch, tmp_path):
+    """Rivals for a CPU: ours, one that is right, wrong, raises, is missing, has its own process."""
+    monkeypatch.setattr(timing, "CudaClock", HostClock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(timing, "ceilings", lambda: CEILINGS)
     monkeypatch.setattr(bench, "HOST_SIZE", 16)
-    monkeypatch.setattr(
-        bench, "own_process", lambda rival, todo, *_: {c: starved(c, rival.name) for c in todo}
+    monkeypatch.setattr(bench, "HOST_LABEL", products.case("fwd").label)
+    timed = {"status": "ok", "bitwise": {}, "median_us": 123.0, "p10_us": 122.0, "p90_us": 124.0}
+    monkeypatch.setattr(passes, "own_process", lambda rival, todo: {c: dict(timed) for c in todo})
+    rivals_here = by_name(
+        rivals.RIVALS["ours"],
+        rival("honest", products.honest, promised=True, op=None),
+        rival("wrong", products.drops_the_last_k),
+        rival("raises", lambda _: raises),
+        rival("missing", lambda _: module("no_such_package")),
+        Rival("apart", {}, environment=("A=1",)),
     )
-    absent = dict.fromkeys(targets.PRODUCTS, lambda case: module("no_such_package"))
-    missing, apart = Rival("missing", absent), Rival("apart", {}, environment=("A=1",))
-    stand_ins |= {"missing": missing, "apart": apart}
-    path = tmp_path / "gemm.jsonl"
-    todo = [products.case("fwd"), products.case("dw")]
-    names = ["ours", "wrong", "missing", "apart"]
-    bodies = list(
-        bench.gemm(todo, names, output=path, commit="abc", device="cpu", clock=HostClock())
-    )
+    suite, path = replace(bench.SUITE, rivals=rivals_here), tmp_path / "gemm.jsonl"
+    todo, names = [products.case(which) for which in targets.PRODUCTS], list(rivals_here)
+    options = {"output": path, "rounds": 50, "commit": "abc", "device": "cpu"}
+    bodies = list(passes.bench(suite, todo, names, **options))
     assert record.read(path) == json.loads(json.dumps(bodies))
-    assert [b["system"] for b in bodies] == names * 2
-    assert [b["status"] for b in bodies] == ["ok", "failed", "absent", "ok"] * 2
-    ours, _, missed, other = bodies[:4]
-    assert ours["ratio"] == {"apart": pytest.approx(123.0 / ours["median_us"])}
-    assert other["ratio"] == {"ours": pytest.approx(ours["median_us"] / 123.0)}
-    assert set(ours["host_us"]) == {"grad", "inference"} and "host_us" not in bodies[4]
-    assert ours["contract_id"] and ours["commit"] == "abc" and ours["ceilings"] == CEILINGS
-    assert "no_such_package" in missed["why"]
-    assert all(bench.line(body) for body in bodies)
+    assert [b["system"] for b in bodies] == names * 3 and all(map(passes.line, bodies))
+    assert [b["status"] for b in bodies] == ["ok", "ok", "failed", "failed", "absent", "ok"] * 3
+    for first in range(0, len(bodies), len(names)):
+        ours, honest, wrong, broken, missing, apart = bodies[first : first + len(names)]
+        for body in (ours, honest):
+            assert all(body["bitwise"].values()) and body["samples"] == 50, body
+            assert body["p10_us"] <= body["median_us"] <= body["p90_us"]
+            assert body["floor_fraction"] == pytest.approx(body["floor_us"] / body["median_us"])
+            assert body["cold_l2"]["sets"] >= 2 and body["ceilings"] == CEILINGS
+        assert ours["ratio"]["apart"] == pytest.approx(123.0 / ours["median_us"])
+        assert apart["ratio"]["ours"] == pytest.approx(ours["median_us"] / 123.0)
+        assert ours["contract_id"] and ours["commit"] == "abc" and "contract_id" not in honest
+        assert broken["why"] == "RuntimeError: no such tile"
+        assert "no_such_package" in missing["why"]
+        assert "median_us" not in wrong and "median_us" not in broken
+        assert ("host_us" in ours) == (ours["product"] == "fwd") == ("host_us" in honest)
+    (checked, *_) = passes.bench(suite, todo, ["ours"], **(options | {"check_only": True}))
+    assert checked["status"] == "ok" and "median_us" not in checked and passes.line(checked)
     assert report.status(bodies, []) == report.status([], []), "what ran on a CPU is on no page"
 
 
-def starved(case: Case, name: str) -> dict:
-    facts = {"system": name, "status": "ok", "bitwise": {"repeat": True}, "median_us": 123.0}
-    return (
-        case.items()
-        | facts
-        | {"p10_us": 122.0, "p90_us": 124.0, "tflops": 1.0, "floor_fraction": 0.5}
-    )
+@pytest.mark.parametrize("written", [True, False])
+def test_a_rival_of_other_variables_is_this_command_again(written, monkeypatch):
+    """Its records are those of ``program`` there, or why there are none."""
+    case, starved = products.case("fwd"), rivals.RIVALS["cublas_starved"]
+
+    def run(command, **options):
+        assert command[: 1 + len(starved.environment)] == ["env", *starved.environment]
+        assert command[-4:-1] == ["--rivals", "cublas", "-o"] and sys.argv[1:] == command[-6:-4]
+        if written:
+            item = case.items() | {"system": "cublas", "status": "ok", "median_us": 7.0}
+            record.append(command[-1], item | {"kind": "bench", "schema": record.SCHEMA})
+        return types.SimpleNamespace(returncode=3, stdout="its last", stderr=" words")
+
+    monkeypatch.setattr(passes.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["perf", "bench", "gemm"])
+    body = passes.own_process(starved, [case])[case]
+    assert body["own_process"] == list(starved.environment)
+    failed = "its process ended with 3: its last words"
+    assert body.get("median_us") == (7.0 if written else None)
+    assert body.get("why") == (None if written else failed)
 
 
-def test_host_costs_are_taken_with_and_without_a_graph():
+def test_host_costs_are_taken_with_and_without_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     recorded = []
 
     def call(t):
@@ -134,7 +124,7 @@ def test_host_costs_are_taken_with_and_without_a_graph():
         assert t["x"].requires_grad is not torch.is_inference_mode_enabled()
         return t["x"]
 
-    costs = bench.host_costs(call, products.case("fwd"), "cpu", lambda: None)
+    costs = bench.host_costs(call, products.case("fwd"), "cpu")
     assert set(costs) == {"grad", "inference"}
     assert True in recorded and False in recorded
     assert all(cost > 0 for cost in costs.values())

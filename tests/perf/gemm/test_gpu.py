@@ -7,9 +7,10 @@ import functools
 import pytest
 import torch
 
-from perf.core import timing
+from perf.core import passes, timing
 from perf.core.rival import started
 from perf.gemm import bench
+from perf.gemm.cases import Case
 from perf.probes import golden, inputs, runner, smoke, truncation
 
 GOLDEN_FILES = sorted(runner.GOLDEN.glob("wgmma_*.npz"))
@@ -67,11 +68,11 @@ def test_events_behind_a_backlog_time_the_device_alone():
 
 @pytest.mark.parametrize("product", ["fwd", "dx", "dw"])
 def test_one_case_against_cublas(product):
-    case = bench.Case(product, "qkv", 512, 1024, 1536)
-    out, absent = started(bench.RIVALS, ["ours", "cublas"], case.product, case)
-    assert not absent
-    ceilings = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
-    bodies = bench.run_case(case, out, rounds=50, device="cuda", ceilings=ceilings)
+    case = Case(product, "qkv", 512, 1024, 1536)
+    calls, others = started(bench.RIVALS, ["ours", "cublas"], case.product, case)
+    assert not others
+    options = {"rounds": 50, "device": "cuda", "ceilings": timing.ceilings()}
+    bodies = passes._run_case(bench.SUITE, case, calls, others, **options)
     for body in bodies.values():
         assert body["status"] == "ok", body
         assert body["backlog"] and body["median_us"] > 0, body
@@ -83,9 +84,9 @@ def test_one_case_against_cublas(product):
 @pytest.mark.parametrize("mask", ["causal", "document", "random"])
 def test_one_attention_case_in_both_orders(mask):
     from perf.attention.bench import Options, measure
-    from perf.attention.cases import Case
+    from perf.attention.cases import Case as Attention
 
-    case = Case(mask, 2048, 128, 8, 2, 4096)
+    case = Attention(mask, 2048, 128, 8, 2, 4096)
     options = Options(["ours", "ours_unordered"], l2_bytes=60 << 20, patience_s=60.0)
     bodies = [b for b in measure([case], options, output=None) if isinstance(b, dict)]
     ran = [f"{b['system']} {b['pass']}" for b in bodies]
