@@ -114,18 +114,6 @@ def test_shapes(names, case, leading):
         assert max(cases.shares(got, want).values()) <= 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtypes", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["cn", "nc"])
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("c", cases.CHANNELS)
-def test_sites_of_models(c, n, layout, dtypes):
-    """Every function at every width, with and without the optional weights."""
-    for optional in (False, True):
-        options = Options(layout=layout)
-        require_within(Case(9, 13, c, n, layout, dtypes, optional, optional, 3.0, options))
-
-
 # ---- against TransformerEngine's formulas --------------------------------------------------------
 
 

@@ -135,179 +135,83 @@ TF32 = "from tests.mhc.formulas import tf32\n    "
 CHAIN = "from tests.mhc.formulas import chain\n            "
 #: Bug -> (module, edits, the checks that kill it, each of which must).
 MUTANTS = {
-    "dalpha in arrival order": (
-        cpu,
-        [
-            ("parts = []\n        for", "parts, order = [], torch.randperm(len(h))\n        for"),
-            ("slice(chunk, chunk + TOKENS)", "order[chunk : chunk + TOKENS]"),
-        ],
-        ["repeated", "splits of gates"],
-    ),
+    "dalpha in arrival order": (cpu,
+        [("parts = []\n        for", "parts, order = [], torch.randperm(len(h))\n        for"),
+        ("slice(chunk, chunk + TOKENS)", "order[chunk : chunk + TOKENS]")],
+        ["repeated", "splits of gates"]),
     "chunks by number of tokens": (cpu, _chunks_of("-(-m // 3)"), SPLITS),
     "no chunks of tokens": (cpu, _chunks_of("2**30"), SPLITS),
-    "parts before main_grad": (
-        cpu,
-        [
-            (
-                "in parts.values.view(-1, parts.group, into.numel())",
-                "in parts.values[None].sum(1)[None]",
-            ),
-            ("for d_psi in parts.values:", "for d_psi in parts.values.sum(0)[None]:"),
-        ],
-        SPLITS,
-    ),
-    "head summed apart": (
-        nodes,
-        [
-            (
-                "if into is None:\n        return like",
-                "if into is None or rows > len(like):\n        return like",
-            ),
-            ("total[: len(like)]", "total[: len(like)] + (0 if into is None else into)"),
-        ],
-        ["splits of head"],
-    ),
-    "head not written back": (
-        nodes,
-        [("if total is not into:", "if total is not into and total.dim() != 2:")],
-        ["heads"],
-    ),
-    "channels by number of tokens": (
-        cpu,
+    "parts before main_grad": (cpu, [("in parts.values.view(-1, parts.group, into.numel())",
+        "in parts.values[None].sum(1)[None]"),
+        ("for d_psi in parts.values:", "for d_psi in parts.values.sum(0)[None]:")], SPLITS),
+    "head summed apart": (nodes, [("if into is None:\n        return like",
+        "if into is None or rows > len(like):\n        return like"),
+        ("total[: len(like)]", "total[: len(like)] + (0 if into is None else into)")],
+        ["splits of head"]),
+    "head not written back": (nodes,
+        [("if total is not into:", "if total is not into and total.dim() != 2:")], ["heads"]),
+    "channels by number of tokens": (cpu,
         [("step = chunk_channels(streams.n, mapping.precision)", "step = 32 if m < 16 else 64")],
-        ["rows of projection"],
-    ),
-    "rows and columns swapped": (
-        cpu,
-        [
-            (
-                f"*_, last = _normalisations({TENSORS}",
-                "*_, last = _normalisations(z.reshape(-1, n, n).mT, form)",
-            ),
-            ("return last[0].reshape", "return last[0].mT.reshape"),
-            (
-                f"steps = list(_normalisations({TENSORS})",
-                "steps = list(_normalisations(z.reshape(-1, n, n).mT, form))",
-            ),
-            ("d_p.reshape(-1, n, n)", "d_p.reshape(-1, n, n).mT"),
-            ("return gradient.reshape", "return gradient.mT.reshape"),
-        ],
-        ["sinkhorn", "sites", "orientation"],
-    ),
-    "an extra iteration": (
-        cpu,
-        [(LOOP, "for _ in range(form.iterations):")],
-        ["sinkhorn", "sites"],
-    ),
-    "an iteration fewer": (
-        cpu,
-        [(LOOP, "for _ in range(form.iterations - 2):")],
-        ["sinkhorn", "sites", "above theirs: sinkhorn"],
-    ),
-    "a last pass of rows": (
-        cpu,
+        ["rows of projection"]),
+    "rows and columns swapped": (cpu, [(f"*_, last = _normalisations({TENSORS}",
+        "*_, last = _normalisations(z.reshape(-1, n, n).mT, form)"),
+        ("return last[0].reshape", "return last[0].mT.reshape"),
+        (f"steps = list(_normalisations({TENSORS})",
+        "steps = list(_normalisations(z.reshape(-1, n, n).mT, form))"),
+        ("d_p.reshape(-1, n, n)", "d_p.reshape(-1, n, n).mT"),
+        ("return gradient.reshape", "return gradient.mT.reshape")],
+        ["sinkhorn", "sites", "orientation"]),
+    "an extra iteration": (cpu, [(LOOP, "for _ in range(form.iterations):")],
+        ["sinkhorn", "sites"]),
+    "an iteration fewer": (cpu, [(LOOP, "for _ in range(form.iterations - 2):")],
+        ["sinkhorn", "sites", "above theirs: sinkhorn"]),
+    "a last pass of rows": (cpu,
         [(NORMALISED, f"{NORMALISED}\n    yield y / y.sum(2, keepdim=True), 2, None")],
-        ["sinkhorn", "sites", "orientation"],
-    ),
-    "until all have converged": (
-        cpu,
+        ["sinkhorn", "sites", "orientation"]),
+    "until all have converged": (cpu,
         [(LOOP, "for _ in range(63):"), (NORMALISED, f"{NORMALISED}\n            {CONVERGED}")],
-        ["sinkhorn", "rows of sinkhorn"],
-    ),
-    "the largest logit of all": (
-        cpu,
+        ["sinkhorn", "rows of sinkhorn"]),
+    "the largest logit of all": (cpu,
         [("    d = z - z.amax(2", "    z = z - z.max()\n    d = z - z.amax(2")],
-        ["rows of sinkhorn"],
-    ),
-    "H_res transposed": (
-        cpu,
+        ["rows of sinkhorn"]),
+    "H_res transposed": (cpu,
         [("expand.res[:, i * n + j, None]", "expand.res[:, j * n + i, None]")],
-        ["streams", "sites", "orientation"],
-    ),
-    "H_res transposed in dx": (
-        cpu,
-        [("upstream.res[:, i * n : i * n + n]", "upstream.res[:, i::n]")],
-        ["streams", "sites"],
-    ),
-    "epsilon outside the root": (
-        cpu,
+        ["streams", "sites", "orientation"]),
+    "H_res transposed in dx": (cpu,
+        [("upstream.res[:, i * n : i * n + n]", "upstream.res[:, i::n]")], ["streams", "sites"]),
+    "epsilon outside the root": (cpu,
         [("torch.sqrt((ms + gates.eps).double())", "(torch.sqrt(ms.double()) + gates.eps)")],
-        ["gates", "sites"],
-    ),
-    "beta before the division": (
-        cpu,
-        [("/ r + gates.beta", "/ r + gates.beta / r")],
-        ["gates", "sites"],
-    ),
-    "pre_eps in the derivative": (
-        cpu,
-        [("d_pre * _slope(z_pre)", "d_pre * (_slope(z_pre) + gates.pre_eps)")],
-        ["gates"],
-    ),
-    "no gradient of the norm": (
-        cpu,
+        ["gates", "sites"]),
+    "beta before the division": (cpu, [("/ r + gates.beta", "/ r + gates.beta / r")],
+        ["gates", "sites"]),
+    "pre_eps in the derivative": (cpu,
+        [("d_pre * _slope(z_pre)", "d_pre * (_slope(z_pre) + gates.pre_eps)")], ["gates"]),
+    "no gradient of the norm": (cpu,
         [("grad = grad + rows * (d_ms * (2.0 / k))[:, None]", "grad = grad + 0.0")],
-        ["projection", "sites"],
-    ),
-    "dpost without bias": (
-        cpu,
+        ["projection", "sites"]),
+    "dpost without bias": (cpu,
         [("_channel_sum(dy[:, j] * f)", "_channel_sum(dy[:, j] * expand.f.float())")],
-        ["streams", "sites"],
-    ),
-    "phi in TF32": (
-        cpu,
-        [(PSI, f"{TF32}{PSI.replace('return ', 'return tf32(')})")],
-        ["H"],
-    ),
-    "partial sums in bf16": (
-        cpu,
-        [
-            ("projected.sums[0].clone()", "projected.sums[0].bfloat16().float()"),
-            ("h += projected.sums[i]", "h += projected.sums[i].bfloat16().float()"),
-        ],
-        ["projection", "H"],
-    ),
-    "squares in one chain": (
-        cpu,
-        [(SQUARES, f"{CHAIN}squares[i] = chain((part * part).mT)")],
-        ["above theirs: projection"],
-    ),
-    "streams rounded twice": (
-        cpu,
-        [
-            (
-                "total = f * expand.post[:, j, None]",
-                "total = (f * expand.post[:, j, None]).to(x.dtype).float()",
-            )
-        ],
-        ["above theirs: expand_combine"],
-    ),
-    "sums over channels in bf16": (
-        cpu,
-        [
-            (
-                "total + chunk_sum\n    return total",
-                "total + chunk_sum\n    return total.bfloat16().float()",
-            )
-        ],
-        ["above theirs: aggregate", "above theirs: expand_combine"],
-    ),
-    "a sigmoid by a tanh of bf16": (
-        cpu,
+        ["streams", "sites"]),
+    "phi in TF32": (cpu, [(PSI, f"{TF32}{PSI.replace('return ', 'return tf32(')})")], ["H"]),
+    "partial sums in bf16": (cpu,
+        [("projected.sums[0].clone()", "projected.sums[0].bfloat16().float()"),
+        ("h += projected.sums[i]", "h += projected.sums[i].bfloat16().float()")],
+        ["projection", "H"]),
+    "squares in one chain": (cpu, [(SQUARES, f"{CHAIN}squares[i] = chain((part * part).mT)")],
+        ["above theirs: projection"]),
+    "streams rounded twice": (cpu, [("total = f * expand.post[:, j, None]",
+        "total = (f * expand.post[:, j, None]).to(x.dtype).float()")],
+        ["above theirs: expand_combine"]),
+    "sums over channels in bf16": (cpu, [("total + chunk_sum\n    return total",
+        "total + chunk_sum\n    return total.bfloat16().float()")],
+        ["above theirs: aggregate", "above theirs: expand_combine"]),
+    "a sigmoid by a tanh of bf16": (cpu,
         [("1.0 / (1.0 + _exp(-z))", "0.5 * (0.5 * z).tanh().bfloat16().float() + 0.5")],
-        ["above theirs: scale", "above theirs: mix_and_aggregate"],
-    ),
-    "one generator for all": (
-        cases,
-        [
-            (
-                "torch.Generator(torch.get_default_device()).manual_seed(seed)",
-                "torch.default_generator",
-            )
-        ],
-        ["drawn alike"],
-    ),
-}
+        ["above theirs: scale", "above theirs: mix_and_aggregate"]),
+    "one generator for all": (cases,
+        [("torch.Generator(torch.get_default_device()).manual_seed(seed)",
+        "torch.default_generator")], ["drawn alike"]),
+}  # fmt: skip
 PAIRS = [(mutant, check) for mutant, (*_, killers) in MUTANTS.items() for check in killers]
 
 

@@ -1,8 +1,10 @@
-"""The torch ops of mhc: torch.compile, layouts, and which gradients are asked for."""
+"""The torch ops of mhc: torch.compile, layouts, and gradients that do not come.
+
+Which gradients are asked for: tests/test_public_calls.py, tests/test_main_grads.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -163,55 +165,6 @@ def test_one_channel_keeps_its_dimension(n, layout):
     y = connect(i.x, torch.tanh, *weights, options=case.options)
     both = post_pre(torch.tanh(mixed), None, post, i.x, res, *weights, options=case.options)
     assert y.shape == i.x.shape and same_bytes(y, both[0]) and both[1].shape == (5, 1)
-
-
-# ---- which gradients -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_only_the_gradients_asked_for(name):
-    """Each alone, and each left out, has the bytes that it has among all."""
-    case, leaves = case_of(FP32), CALLS[name].leaves
-    x = calls.inputs_of(name, case)
-    _, want = plain(name, case)
-    for subset in [{leaf} for leaf in leaves] + [set(leaves) - {leaf} for leaf in leaves]:
-        a = calls.leaves_of(x)
-        for leaf in a._fields:
-            getattr(a, leaf).requires_grad_(leaf in subset)
-        every = CALLS[name](a, case)
-        pairs = [(t, g) for t, g in zip(every, cotangents(every), strict=True) if t.requires_grad]
-        assert bool(pairs) == bool(subset)
-        if pairs:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-        for leaf in leaves:
-            got = getattr(a, leaf).grad
-            assert (got is not None) == (leaf in subset), (leaf, subset)
-            assert got is None or same_bytes(got, want[leaf]), (leaf, subset)
-
-
-@pytest.mark.parametrize(
-    "name", ["projection", "scale", "mix_and_aggregate", "post_pre", "shifted"]
-)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_unused_results(name, dtype):
-    """Gradients of some results: those of all, with zeros for the others."""
-    case, call = case_of(dtype), CALLS[name]
-    x = calls.inputs_of(name, case)
-    for used in itertools.product([False, True], repeat=len(call.results)):
-        grads = []
-        for explicit in (False, True)[: 2 * any(used)]:
-            a = calls.leaves_of(x)
-            out = call(a, case)
-            given = zip(out, cotangents(out), used, strict=True)
-            pairs = [
-                (t, g if use else torch.zeros_like(g)) for t, g, use in given if use or explicit
-            ]
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-            grads.append([getattr(a, leaf).grad for leaf in call.leaves])
-        for leaf, *pair in zip(call.leaves, *grads, strict=True) if grads else ():
-            got = torch.zeros_like(pair[1]) if pair[0] is None else pair[0]
-            # Zeros that were added may turn a -0.
-            assert torch.equal(got, pair[1]), (leaf, used)
 
 
 class Nothing(torch.autograd.Function):

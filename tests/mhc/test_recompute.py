@@ -121,20 +121,12 @@ def unchanged(i: int, y: torch.Tensor) -> torch.Tensor:
 take, made_again = recompute.Position.take, op.recompute
 #: What is wrong -> (its home, its name, the bug in its place, what is between sites).
 MUTANTS = {
-    "streams of the neighbour": (
-        recompute.Position,
-        "take",
-        lambda p: p.streams.by_index.get(p.index - 1, take(p)),
-        unchanged,
-    ),
-    "f of the next site": (
-        op,
-        "recompute",
-        lambda x, fs, *others: made_again(x, [*fs[1:], fs[-1]], *others),
-        unchanged,
-    ),
+    "streams of the neighbour": (recompute.Position, "take",
+        lambda p: p.streams.by_index.get(p.index - 1, take(p)), unchanged),
+    "f of the next site": (op, "recompute",
+        lambda x, fs, *others: made_again(x, [*fs[1:], fs[-1]], *others), unchanged),
     "chain not checked": (recompute, "_view_of", lambda rows: rows.shape, scaled_in_place),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
