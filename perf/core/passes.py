@@ -213,13 +213,13 @@ def bench(
     output: Path,
     rounds: int,
     seconds: float = math.inf,
-    check_only: bool = False,
     commit: str | None = None,
     device: str = "cuda",
 ) -> Iterator[dict | str]:
     """Checks the bits, compares results, times in turns; yields each record as it is written.
 
-    And a line of text for the cases that are not begun within ``seconds``.
+    And a line of text for the cases that are not begun within ``seconds``.  rounds: Samples of each
+    rival; 0: checks alone.
     """
     import cute_kernels as ck
 
@@ -233,7 +233,7 @@ def bench(
     ready = {
         case: started(suite.rivals, suite.fitting(case, here), case.product, case) for case in todo
     }
-    ceilings = None if check_only else timing.ceilings()
+    ceilings = timing.ceilings() if rounds else None
 
     def run(case) -> Iterator[dict]:
         calls, others = ready[case]

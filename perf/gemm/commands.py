@@ -44,7 +44,7 @@ def bench_gemm(
 
     shapes = chosen("--shape", shape, targets.SHAPES)
     todo = cases(shapes, numbers("--m", m), chosen("--product", product, targets.PRODUCTS))
-    options = {"output": output, "rounds": rounds, "commit": commit, "check_only": check_only}
+    options = {"output": output, "rounds": 0 if check_only else rounds, "commit": commit}
     bench_suite(SUITE, todo, rivals or DEFAULT, **options)
 
 
