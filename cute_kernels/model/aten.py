@@ -158,7 +158,9 @@ def is_exact(name: str, args: tuple, operands: list[torch.Tensor], devices: set[
     if op in _COMPLEX and any(t.is_complex() for t in floats):
         # Two products and a sum, which a CPU contracts in vectors and not behind them.
         return devices == {"cuda"}
-    if op in MOVES | STEPS or (op in ("sum", "mean") and _adds_at_most_two(args)):
+    if op in MOVES | STEPS:
+        return True
+    if op in ("sum", "mean") and isinstance(args[0], torch.Tensor) and reduced_width(op, args) <= 2:
         return True
     if op in ("cumsum", "sum") and _counts(args[0]):
         return True
@@ -205,11 +207,6 @@ def _counts(t: torch.Tensor) -> bool:
     """Whether a tensor [B, T], or smaller, holds whole numbers, as a mask of floats does."""
     small = t.dim() <= 2 and 0 < t.numel() < 1 << 12
     return small and not t.requires_grad and bool(((t == 0) | (t == 1)).all() & t.any())
-
-
-def _adds_at_most_two(args: tuple) -> bool:
-    """Whether each result of a sum has at most two addends."""
-    return isinstance(args[0], torch.Tensor) and reduced_width("sum", args) <= 2
 
 
 # ---- causes --------------------------------------------------------------------------------------

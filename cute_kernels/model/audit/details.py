@@ -39,9 +39,9 @@ def of_rows(
     for path in want.keys() & got.keys():
         one, other = want[path], got[path]
         compared += int((one.seen & other.seen).sum()) * one.width
-        for cell in one.kept.keys() & other.kept.keys():
+        for cell in one.stored.keys() & other.stored.keys():
             if bool(culprit[cell]):
-                pair = (one.kept[cell], one.dtype), (other.kept[cell], other.dtype)
+                pair = (one.stored[cell], one.dtype), (other.stored[cell], other.dtype)
                 counts[cell, path] = _count(path, *pair)
     counts = {place: count for place, count in counts.items() if count.bytes}
     if not counts:

@@ -17,7 +17,7 @@ NUMBERS = ("bytes", "of")
 VERSION = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One culprit under one transform, or one parameter whose gradient differs.
 
@@ -37,13 +37,13 @@ class Finding:
 
     module: str
     kind: str
-    call: int
-    ops: tuple[str, ...]
+    call: int = 0
+    ops: tuple[str, ...] = ()
     transform: str
     case: str
     tensor: str
-    rows: int
-    of_rows: int
+    rows: int = 0
+    of_rows: int = 0
     bytes: int
     of_bytes: int
     first: tuple[int, ...] | None

@@ -128,17 +128,8 @@ def of_gradients(
                 if count.bytes or (name, transform) in merged:
                     owner = name.removesuffix(".main_grad")  # of a module, or of a parameter
                     owner = owner if owner in kinds else owner.rpartition(".")[0]
-                    finding = Finding(
-                        module=owner,
-                        kind=kinds[owner],
-                        call=0,
-                        ops=(),
-                        transform=transform,
-                        case=label,
-                        rows=0,
-                        of_rows=0,
-                        **vars(count),
-                    )
+                    facts = {"module": owner, "kind": kinds[owner], "transform": transform}
+                    finding = Finding(**facts, case=label, **vars(count))
                     _add(merged, (name, transform), finding)
     # Later modules of the forward come first in the backward.
     ended = {name: position for position, (name, _) in enumerate(reference)}

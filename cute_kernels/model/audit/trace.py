@@ -19,14 +19,14 @@ from .checks import Problem
 class Table:
     """Digests [N, 2] of one tensor's rows, and for which tokens there is one [N].
 
-    ``width``: bytes of a row.  ``kept``: of the tokens asked for, their bytes; ``dtype`` of all.
+    ``width``: bytes of a row.  ``stored``: of the tokens asked for, their bytes; ``dtype`` of all.
     """
 
     digests: torch.Tensor
     seen: torch.Tensor
     width: int = 0
     dtype: torch.dtype | None = None
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    stored: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Recorder:
             cpu_cells = cells.cpu()
             picked = self._keep[key][cpu_cells].nonzero().flatten()
             copies = data[picked.to(t.device)].cpu()
-            table.kept.update(zip(cpu_cells[picked].tolist(), copies, strict=True))
+            table.stored.update(zip(cpu_cells[picked].tolist(), copies, strict=True))
         return True
 
 

@@ -91,8 +91,8 @@ def _leaks(rows: _Rows) -> Iterator[Leak]:
         yield from rows.compared(alone[longer[0]], narrow, _OF_ROWS)
     if causal:
         for length, tail in zip(rows.lengths, longer, strict=False):
-            behind = alone[tail]._replace(length=length)
-            yield from rows.compared(alone[length], behind, _OF_TOKENS)
+            longer_run = alone[tail]._replace(length=length)
+            yield from rows.compared(alone[length], longer_run, _OF_TOKENS)
     count = short - _PADDING
     if "attention_mask" in rows.accepts and count > 0:
         padded = rows.beside(2, short, row=0, dead=1)._replace(length=count, padding=_PADDING)
@@ -136,9 +136,12 @@ class _Rows:
     def compared(self, want: _Run, got: _Run, text: str) -> Iterator[Leak]:
         """Yield a leak if the row of the second run has another byte than that of the first."""
         if any(map(_differ, self._row(want), self._row(got))):
-            together = want.prefill == got.prefill
-            culprit = _culprit(self._trace(want), self._trace(got)) if together else ""
-            yield Leak(culprit, text)
+            events = []
+            if want.prefill == got.prefill:
+                events = zip(self._trace(want), self._trace(got), strict=False)
+            # Who computed the first part that differs; the model, if it is in none of them.
+            differing = (a[0] for a, b in events if a[0] != b[0] or _differ(a[1], b[1]))
+            yield Leak(next(differing, ""), text)
 
     def _row(self, run: _Run) -> list[torch.Tensor | None]:
         """Return the counted tokens of the row in each of the tensors that a run gives."""
@@ -243,10 +246,3 @@ def _part(t: torch.Tensor, run: _Run) -> torch.Tensor | None:
 def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Whether two tensors with rows have other bytes."""
     return one is not None and other is not None and not ops.same_bytes(one, other)
-
-
-def _culprit(ours: list[_Event], theirs: list[_Event]) -> str:
-    """Return who computed the first part that differs; the model, if it is in none of them."""
-    pairs = zip(ours, theirs, strict=False)
-    differing = (one[0] for one, other in pairs if one[0] != other[0] or _differ(one[1], other[1]))
-    return next(differing, "")

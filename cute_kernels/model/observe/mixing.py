@@ -120,14 +120,6 @@ def _attention(
     return out, lse.expand(-1, q.shape[2], -1).contiguous()
 
 
-def _attention_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    sinks: torch.Tensor | None, **others: object,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Mix gradients from all of a sequence."""
-    return *_of_sequence(dout, q, k, v), dout.new_zeros(0 if sinks is None else len(sinks))
-
-
 # ---- layers with a state -------------------------------------------------------------------------
 
 #: Size of the head.
@@ -158,19 +150,6 @@ def _with_corner(corner: torch.Tensor, *sizes: int) -> torch.Tensor:
     return final
 
 
-def _delta_rule_backward(
-    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
-    beta: torch.Tensor, initial: torch.Tensor | None, offsets: torch.Tensor | None,
-    **others: object,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Mix gradients from all of a sequence; those of a pack from their rows."""
-    operands = q, k, v, g, beta
-    of_initial = q.new_empty(0) if initial is None else torch.zeros_like(initial)
-    if offsets is not None:
-        return *(_joined(t, t[0, 0].numel()).view(t.shape) for t in operands), of_initial
-    return *_of_sequence(d_out, *operands), of_initial
-
-
 def _scan(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
     z: torch.Tensor | None, initial: torch.Tensor | None, **others: object,
@@ -192,22 +171,32 @@ def _scan(
     return _joined(out, x.shape[2] * x.shape[3]).view(x.shape).to(x.dtype), final, *saved
 
 
-def _scan_backward(
-    d_out: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    z: torch.Tensor | None, offsets: torch.Tensor | None, **others: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As `_delta_rule_backward`; parameters have zeros."""
-    A, D, dt_bias, initial = (others[name] for name in ("A", "D", "dt_bias", "initial"))
-    rows = [t for t in (x, dt, B, C, z) if t is not None]
-    if offsets is not None:
-        made = [_joined(t, t[0, 0].numel()).view(t.shape) for t in rows]
-    else:
-        made = _of_sequence(d_out, *rows)
-    gradients = dict(zip((id(t) for t in rows), made, strict=True))
-    return tuple(
-        d_out.new_empty(0) if t is None else gradients.get(id(t), torch.zeros_like(t))
-        for t in (x, dt, A, B, C, D, z, dt_bias, initial)
-    )
+# ---- gradients -----------------------------------------------------------------------------------
+
+#: Operands of ops whose gradients are zeros here.
+_WITHOUT_ROWS = {"A", "D", "dt_bias", "initial", "sinks"}
+
+
+def _gradients(upstream: str, names: str) -> Callable:
+    """Return the rule of a backward, whose results are the gradients of these operands.
+
+    Those of rows are mixed from all of a sequence; in a pack, each from its own row.
+    """
+
+    def rule(**operands: object) -> tuple[torch.Tensor, ...]:
+        d_out, inputs = operands[upstream], {n: operands.get(n) for n in names.split()}
+        rows = {n: t for n, t in inputs.items() if t is not None and n not in _WITHOUT_ROWS}
+        if operands.get("offsets") is not None:
+            mixed = [_joined(t, t[0, 0].numel()).view(t.shape) for t in rows.values()]
+        else:
+            mixed = _of_sequence(d_out, *rows.values())
+        gradients = dict(zip(rows, mixed, strict=True))
+        return tuple(
+            d_out.new_empty(0) if t is None else gradients.get(n, torch.zeros_like(t))
+            for n, t in inputs.items()
+        )
+
+    return rule
 
 
 def _of_sequence(d_out: torch.Tensor, *operands: torch.Tensor) -> list[torch.Tensor]:
@@ -240,13 +229,13 @@ _RULES: dict[str, Callable] = {
     "embedding": _embedding,
     "batched_product": _batched_product,
     "sequence_attention": functools.partial(_attention, "sequence_attention"),
-    "sequence_attention_backward": _attention_backward,
+    "sequence_attention_backward": _gradients("dout", "q k v sinks"),
     "block_sparse_attention": functools.partial(_attention, "block_sparse_attention"),
-    "block_sparse_attention_backward": _attention_backward,
+    "block_sparse_attention_backward": _gradients("dout", "q k v sinks"),
     "gated_delta_rule": _delta_rule,
-    "gated_delta_rule_backward": _delta_rule_backward,
+    "gated_delta_rule_backward": _gradients("d_out", "q k v g beta initial"),
     "ssd_scan": _scan,
-    "ssd_scan_backward": _scan_backward,
+    "ssd_scan_backward": _gradients("d_out", "x dt A B C D z dt_bias initial"),
 }
 
 

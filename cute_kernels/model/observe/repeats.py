@@ -59,14 +59,14 @@ def _passing(layer: nn.Module, last: _Result) -> Callable:
     forward = layer.forward
 
     def passing(*args: object, **kwargs: object) -> object:
-        given = args[0] if args else kwargs.get("hidden_states")
+        x = args[0] if args else kwargs.get("hidden_states")
         result = last.value
         front = result[0] if isinstance(result, tuple) and result else result
-        if not isinstance(front, torch.Tensor) or not isinstance(given, torch.Tensor):
+        if not isinstance(front, torch.Tensor) or not isinstance(x, torch.Tensor):
             return forward(*args, **kwargs)
-        if (front.shape, front.dtype) != (given.shape, given.dtype):
+        if (front.shape, front.dtype) != (x.shape, x.dtype):
             return forward(*args, **kwargs)
-        return (given, *result[1:]) if isinstance(result, tuple) else given
+        return (x, *result[1:]) if isinstance(result, tuple) else x
 
     return passing
 
@@ -90,12 +90,12 @@ class _Kinds:
         """Return the kind of a layer."""
         parts = []
         for name, module in layer.named_modules():
-            held = {n: v for n, v in vars(module).items() if n not in self._ignored}
+            attributes = {n: v for n, v in vars(module).items() if n not in self._ignored}
             tensors = (*module._parameters.items(), *module._buffers.items())
             theirs = [(hook.attribute, hook.function) for hook in foreign(module)]
             ran = frozenset(self._ops.get(f"{path}.{name}" if name else path, ()))
             parts.append(
-                (name, type(module), _plain([held, tensors, theirs, module.training]), ran)
+                (name, type(module), _plain([attributes, tensors, theirs, module.training]), ran)
             )
         return tuple(parts)
 

@@ -38,13 +38,13 @@ def replica(model: nn.Module) -> nn.Module:
                 memo[id(value)] = type(value)()  # the copy has no hooks yet
     copied = copy.deepcopy(model, memo)
     # Copies of objects that hold functions hold those of the model: they are made anew.
-    own = {id(module): memo[id(module)] for module in model.modules()}
+    copies = {id(module): memo[id(module)] for module in model.modules()}
     for module in model.modules():
-        values = vars(own[id(module)])
+        values = vars(copies[id(module)])
         if "forward" in vars(module):
-            values["forward"] = _rebound(vars(module)["forward"], own)
+            values["forward"] = _rebound(vars(module)["forward"], copies)
         for hook in foreign(module):
-            values[hook.attribute][hook.id] = _rebound(hook.function, own)
+            values[hook.attribute][hook.id] = _rebound(hook.function, copies)
             for name in _FLAGS:
                 if hook.id in vars(module)[name]:
                     values[name][hook.id] = True
@@ -87,10 +87,10 @@ def _rebound(value: object, memo: dict[int, object]) -> object:
 def _function(function: FunctionType, memo: dict[int, object]) -> FunctionType:
     """Return a copy of a function with its own closure, defaults and methods of the model."""
     names = function.__globals__
-    methods = {n: names[n] for n in function.__code__.co_names if n in names}
-    held = {n: v for n, v in methods.items() if id(getattr(v, "__self__", None)) in memo}
+    used = {n: names[n] for n in function.__code__.co_names if n in names}
+    methods = {n: v for n, v in used.items() if id(getattr(v, "__self__", None)) in memo}
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    names = names | {n: _rebound(v, memo) for n, v in held.items()} if held else names
+    names = names | {n: _rebound(v, memo) for n, v in methods.items()} if methods else names
     closure = cells if function.__closure__ is not None else None
     new = FunctionType(function.__code__, names, function.__name__, None, closure)
     memo[id(function)] = new

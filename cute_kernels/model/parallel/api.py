@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...integrations import tensor_parallel
 from ..patch import decisions
@@ -14,20 +14,13 @@ from ..patch.report import Kind, Left, Options
 from . import checks, shard, styles
 
 
-class Cutting(NamedTuple):
-    """The decisions about a model whose parts are cut, and how."""
-
-    decided: Decisions
-    layout: styles.Layout
-    mesh: DeviceMesh
-
-    def apply(self, model: torch.nn.Module) -> None:
-        """Keep this rank's parts of the parameters."""
-        shard.cut(model, self.layout, self.mesh)
-
-
-def decide(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
+def decide(
+    model: torch.nn.Module, mesh: object, options: Options
+) -> tuple[Decisions, Callable[[], None]]:
     """Decide how a model is patched and cut over the ranks of a mesh; nothing is changed.
+
+    Returns:
+        The decisions, and a function that keeps this rank's parts of the parameters.
 
     Raises:
         RankError: ranks have other models, options or values.
@@ -52,4 +45,4 @@ def decide(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
     if layout.whole is not None:
         reason = f"{layout.whole}: every rank has all of it"
         decided.left.append(Left("", "vocabulary", reason, False, Kind.ELSEWHERE))
-    return Cutting(decided, layout, mesh)
+    return decided, functools.partial(shard.cut, model, layout, mesh)

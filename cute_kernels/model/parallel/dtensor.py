@@ -42,10 +42,10 @@ def install() -> list[str]:
         # Later releases raise it, and then gather one mesh dimension after the other.
         spec = _dtensor_spec.DTensorSpec
         functions.append((spec, "_normalize_placements_into_shard_order", _shard_order))
-    missing = [f"{of.__name__}.{name}" for of, name, _ in functions if not hasattr(of, name)]
+    missing = [f"{cls.__name__}.{name}" for cls, name, _ in functions if not hasattr(cls, name)]
     if not missing:
-        for of, name, function in functions:
-            wrap(of, name, function)
+        for cls, name, function in functions:
+            wrap(cls, name, function)
     return missing
 
 

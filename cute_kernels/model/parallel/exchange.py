@@ -84,34 +84,25 @@ def part_of(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Te
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Whole rows [..., N] of the parts [..., N / ranks] of all ranks."""
-    return part if group.size() == 1 else _Gather.apply(part, group)
+    return part if group.size() == 1 else _Exchange.apply(part, joined, part_of, group)
 
 
 def split(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's columns [..., N / ranks] of rows [..., N] that every rank has."""
-    return whole if group.size() == 1 else _Split.apply(whole, group)
+    return whole if group.size() == 1 else _Exchange.apply(whole, part_of, joined, group)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, group):
-        ctx.group = group
-        return joined(part, -1, group)
+class _Exchange(torch.autograd.Function):
+    """Exchange columns between ranks; gradients come back by the opposite exchange."""
 
     @staticmethod
-    def backward(ctx, gradient):
-        return part_of(gradient, -1, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, whole, group):
-        ctx.group = group
-        return detach_view(part_of(whole, -1, group))
+    def forward(ctx, t, function, opposite, group):
+        ctx.opposite, ctx.group = opposite, group
+        return detach_view(function(t, -1, group))
 
     @staticmethod
     def backward(ctx, gradient):
-        return joined(gradient, -1, ctx.group), None
+        return ctx.opposite(gradient, -1, ctx.group), None, None, None
 
 
 # ---- embedding ----------------------------------------------------------------------------------

@@ -78,7 +78,9 @@ def from_pretrained(
     # First buffers, such as rotary tables, as a patch reads them.
     allocate = functools.partial(_allocate, device=torch.device(device))
     shards.replace_tensors([m._buffers for m in model.modules()], allocate)
-    _initialize_buffers(model)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers passes them over
+    model.initialize_weights()  # buffers that no file has
     api.patch(model, mesh=mesh, **{"order": "tree", **options})
     shards.replace_tensors([m._parameters for m in model.modules()], allocate)
     _fill(model, files)
@@ -157,10 +159,3 @@ def _read(name: str, source, tensor: torch.Tensor) -> None:
         return
     for box in shards.boxes(tensor.shape, tensor.device_mesh, tensor.placements):
         box.view(tensor.to_local()).copy_(source[box.slices()])
-
-
-def _initialize_buffers(model: torch.nn.Module) -> None:
-    """Compute buffers that no file has, as transformers does when it loads a model."""
-    for tensor in model.parameters():
-        tensor._is_hf_initialized = True  # transformers passes them over
-    model.initialize_weights()

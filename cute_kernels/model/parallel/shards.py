@@ -107,11 +107,11 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def joined(pieces: Sequence[torch.Tensor], own: Sequence[Box]) -> torch.Tensor:
+def joined(pieces: Sequence[torch.Tensor], blocks: Sequence[Box]) -> torch.Tensor:
     """A rank's part, a copy, of its blocks."""
-    ends = [[f + n for f, n in zip(box.first, box.sizes, strict=True)] for box in own]
+    ends = [[f + n for f, n in zip(box.first, box.sizes, strict=True)] for box in blocks]
     part = pieces[0].new_empty([max(dim) for dim in zip(*ends, strict=True)])
-    for piece, box in zip(pieces, own, strict=True):
+    for piece, box in zip(pieces, blocks, strict=True):
         box.view(part).copy_(piece)
     return part
 
@@ -134,8 +134,8 @@ def from_whole(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence) -> 
     """DTensor of this rank's part of a tensor that it has whole.  The part is a copy."""
     from torch.distributed.tensor import DTensor
 
-    tensor, own = tensor.detach(), boxes(tensor.shape, mesh, placements)
-    local = joined([tensor[box.slices()] for box in own], own)
+    tensor, blocks = tensor.detach(), boxes(tensor.shape, mesh, placements)
+    local = joined([tensor[box.slices()] for box in blocks], blocks)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     sizes = {"shape": tensor.shape, "stride": whole.stride()}
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)

@@ -82,11 +82,9 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, decided: Decisions) -> Layo
             not cut it.  The message names it.
     """
     root, plan = checks.planned(state.pretrained_models(model))
-    styles = {
-        name: style
-        for name, style in plan.items()
-        if style not in _VOCABULARY or name not in _vocabulary_names(root)
-    }
+    ends = root.get_input_embeddings(), root.get_output_embeddings()
+    vocabulary = {_generic(name) for name, module in root.named_modules() if module in ends}
+    styles = {n: s for n, s in plan.items() if s not in _VOCABULARY or n not in vocabulary}
     styles = _without_expert_parameters(root, styles)
     checks.styles(styles, {*LINEARS, HEAD_NORM, EXPERTS})
     replaced = {id(action.module): action for action in decided.actions}
@@ -109,8 +107,8 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, decided: Decisions) -> Layo
             sites.append(_linear(action, LINEARS[style], mesh))
             cuts.append((name, sites[-1].cut.size, _heads(root, path, style)))
     checks.degree(mesh, cuts)
-    vocabulary, whole = _vocabulary(root, mesh, replaced)
-    return Layout(sites + vocabulary, whole)
+    of_vocabulary, whole = _vocabulary(root, mesh, replaced)
+    return Layout(sites + of_vocabulary, whole)
 
 
 def _without_expert_parameters(root: torch.nn.Module, styles: dict[str, str]) -> dict[str, str]:
@@ -130,11 +128,6 @@ def _without_expert_parameters(root: torch.nn.Module, styles: dict[str, str]) ->
 def _generic(path: str) -> str:
     """Name of a module as plans have it: layers.*.mlp for layers.3.mlp."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
-
-
-def _vocabulary_names(root: torch.nn.Module) -> set[str]:
-    ends = root.get_input_embeddings(), root.get_output_embeddings()
-    return {_generic(name) for name, module in root.named_modules() if module in ends}
 
 
 def _linear(action: Action, kind: str, mesh: DeviceMesh) -> Site:

@@ -149,15 +149,10 @@ def _without(decided: Decisions, parts: list[str]) -> Decisions:
     """Return decisions that neither change nor name what is in these parts."""
     if not parts:
         return decided
-    named = ("actions", "attentions", "left", "softcaps")
-    kept = {n: [e for e in getattr(decided, n) if not _is_inside(e.name, parts)] for n in named}
+    named = {n: getattr(decided, n) for n in ("actions", "attentions", "left", "softcaps")}
+    outside = {n: [e for e in v if not _is_inside(e.name, parts)] for n, v in named.items()}
     ran = tuple(one for one in decided.ran if not _is_inside(one[0], parts))
-    return decided._replace(ran=ran, **kept)
-
-
-def _skipped_entry(name: str, module: torch.nn.Module) -> Skipped:
-    trained = any(p.requires_grad for p in module.parameters())
-    return Skipped(name, user_class(module).__name__, trained)
+    return decided._replace(ran=ran, **outside)
 
 
 def patch(
@@ -244,15 +239,18 @@ def patch(
     parts = _skipped(model, options.skip)
     if strict:
         _check_complete(_not_covered(model, parts))
-    cutting = None
-    if mesh is not None:
+    cut = None
+    if mesh is None:
+        decided = _without(decisions.decide(model, options), parts)
+    else:
         from ..parallel import api as parallel
 
-        cutting = parallel.decide(model, mesh, options)
-    decided = decisions.decide(model, options) if cutting is None else cutting.decided
-    decided = _without(decided, parts)
-    skipped = tuple(_skipped_entry(name, model.get_submodule(name)) for name in parts)
-    report = replace(_report(model, decided, main_grad), skipped=skipped)
+        decided, cut = parallel.decide(model, mesh, options)
+    skipped = []
+    for name, module in ((name, model.get_submodule(name)) for name in parts):
+        trained = any(p.requires_grad for p in module.parameters())
+        skipped.append(Skipped(name, user_class(module).__name__, trained))
+    report = replace(_report(model, decided, main_grad), skipped=tuple(skipped))
     if strict:
         _check_complete(report.moving)
     changes = classes.prepare(decided.actions)
@@ -260,8 +258,8 @@ def patch(
         guards.mark(model, options, decided.left, decided.attentions)
         for part in parts:
             guards.leave(model.get_submodule(part))
-        if cutting is not None:
-            cutting.apply(model)
+        if cut is not None:
+            cut()
     return report
 
 

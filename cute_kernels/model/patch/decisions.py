@@ -333,16 +333,16 @@ class _Observed:
         if result is not decided:
             seen = self._observe(result, seen)
             remaining |= _moving(seen)
-        found = [*self._named(remaining), *self._branches(seen)]
+        variant = [*self._named(remaining), *self._branches(seen)]
         left = [
             one
             for one in decided.left
-            if not one.moves or one in staying or (found and one.kind is Kind.ATTENTION)
+            if not one.moves or one in staying or (variant and one.kind is Kind.ATTENTION)
         ]
-        if not any(one.moves for one in left + found):
-            found = list(self._leaks(seen))
+        if not any(one.moves for one in left + variant):
+            variant = list(self._leaks(seen))
         ran = dict.fromkeys((site.module, site.op) for site in seen.ours if not site.gradient)
-        return result._replace(left=left + found, ran=tuple(ran))
+        return result._replace(left=left + variant, ran=tuple(ran))
 
     # ---- runs -----------------------------------------------------------------------------------
 
@@ -382,11 +382,11 @@ class _Observed:
         for root in self._roots:
             try:
                 with _precision(root.module):
-                    found = leaks.leaks(self._copied, names[root.name], seen.ops)
+                    following = leaks.leaks(self._copied, names[root.name], seen.ops)
             except Exception as error:  # any code may run here, and fail as it likes
                 text = f"its rows could not be followed ({type(error).__name__}: {error})"
-                found = [leaks.Leak(root.name, text)]
-            for leak in found:
+                following = [leaks.Leak(root.name, text)]
+            for leak in following:
                 part = self._parts[leak.module]
                 # The gradient of a part may be named by what holds it.
                 near = (part.module, *part.module.children())

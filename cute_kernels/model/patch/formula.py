@@ -202,18 +202,15 @@ def is_norm_like(module: torch.nn.Module) -> bool:
     """Whether a module could be a norm over the last dimension: no children, vectors of one D."""
     if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
         return True
-    return _has_vectors_alone(module) and _takes_one(module)
+    many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [p for p in _arguments(module) if p.default is p.empty and p.kind not in many]
+    return len(needed) == 1 and _has_vectors_alone(module)
 
 
 def is_gated_norm_like(module: torch.nn.Module) -> bool:
     """Whether a module could be a norm with a gate, forward(x, gate), and one vector."""
-    if len(module._parameters) != 1 or not _has_vectors_alone(module):
-        return False
-    try:
-        names = [argument.name for argument in _arguments(module)]
-    except (TypeError, ValueError):
-        return False
-    return names[1:] == ["gate"]
+    names = [argument.name for argument in _arguments(module)]
+    return len(module._parameters) == 1 and names[1:] == ["gate"] and _has_vectors_alone(module)
 
 
 def _has_vectors_alone(module: torch.nn.Module) -> bool:
@@ -342,8 +339,8 @@ def _rules(module: torch.nn.Module, names: list[str], gated: bool) -> list[Rule]
 def _group_sizes(module: torch.nn.Module) -> list[int | None]:
     """Return sizes of groups that a norm may have: an integer that it holds, or as many groups."""
     width, values = _width(module), vars(module).values()
-    given = {v for v in values if type(v) is int and 1 < v < width and width % v == 0}
-    return [None, *sorted(given | {width // v for v in given})]
+    sizes = {v for v in values if type(v) is int and 1 < v < width and width % v == 0}
+    return [None, *sorted(sizes | {width // v for v in sizes})]
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -352,17 +349,11 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _arguments(module: torch.nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(user_class(module).forward).parameters.values())[1:]
-
-
-def _takes_one(module: torch.nn.Module) -> bool:
-    """Whether a forward can be called with one tensor."""
+    """Return the arguments of a forward; none of one without a signature."""
     try:
-        arguments = _arguments(module)
+        return list(inspect.signature(user_class(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):
-        return False
-    many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return len([p for p in arguments if p.default is p.empty and p.kind not in many]) == 1
+        return []
 
 
 def _width(module: torch.nn.Module) -> int | None:

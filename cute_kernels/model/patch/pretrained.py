@@ -104,11 +104,6 @@ def model_type(model: torch.nn.Module) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def family_of(model: torch.nn.Module) -> str | None:
-    """Return the family of a model or of its wrapper, as `FAMILIES` names it; None: another one."""
-    return next((FAMILIES[t] for t in map(model_type, model.modules()) if t in FAMILIES), None)
-
-
 def is_reviewed(cls: type) -> bool:
     """Whether a class was reviewed, or lies in a reviewed file."""
     if (cls.__module__, cls.__name__) in _ADAPTERS or cls.__module__ == "peft.peft_model":
@@ -332,24 +327,14 @@ _UNKNOWN_CAP = f"{OWN_FORWARD}: whether it caps, and by what, is not known"
 _OF_SCORES = "attn_logit_softcapping"
 
 
-def cap_of_scores(module: torch.nn.Module, cls: type) -> float:
-    """Return the cap that a module passes to its attention; 0: none.
-
-    Gemma 3's modules keep one that their forward does not read.
-    """
-    cap = getattr(module, _OF_SCORES, None)
-    if not cap:
-        return 0.0
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return float(cap) if code is not None and _OF_SCORES in code.co_names else 0.0
-
-
 def caps_of_scores(modules: list[Part], attending: set[int]) -> tuple[list[Replaced], list[Left]]:
     """Return the caps of scores in a model; ``attending``: ids of modules with our attention."""
     replaced, left = [], []
     for name, module, cls in modules:
-        cap = cap_of_scores(module, cls)
-        if not cap:
+        cap = getattr(module, _OF_SCORES, None)
+        code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+        # Gemma 3's modules keep one that their forward does not read.
+        if not cap or code is None or _OF_SCORES not in code.co_names:
             continue
         part = f"soft cap {cap:g} of scores"
         if wrapping_forwards(module, cls) is None:
@@ -432,7 +417,8 @@ def decide_wholes(survey: Survey, options: Options, tentative: bool) -> Decision
     replaced, not_replaced = caps_of_scores(modules, attending)
     left += not_replaced
     reviewed = not tentative and bool(survey.roots) and _run_as_reviewed(survey)
-    family = family_of(model)
+    types = (FAMILIES.get(model_type(module)) for module in model.modules())
+    family = next(filter(None, types), None)
     result = Decisions([], attentions, left, replaced, attending, {}, reviewed, family)
     for part in models:
         head = getattr(part.module, "get_output_embeddings", lambda: None)()

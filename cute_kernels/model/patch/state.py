@@ -196,9 +196,10 @@ def reachable_configs(model: torch.nn.Module) -> list[object]:
     """Return every config that `attend` or `restore` may write, nested and kept ones included."""
     if not pretrained_models(model):
         return []
-    held = [vars(module) for module in model.modules()]
-    ahead = [value for values in held for value in values.values()]
-    ahead += [part for values in held for swap in values.get(_SWAPS, {}).values() for part in swap]
+    modules = [vars(module) for module in model.modules()]
+    ahead = [value for values in modules for value in values.values()]
+    swaps = [swap for values in modules for swap in values.get(_SWAPS, {}).values()]
+    ahead += [config for swap in swaps for config in swap]
     visited: dict[int, object] = {}
     while ahead:
         value = ahead.pop()
@@ -308,13 +309,6 @@ def is_checked(module: torch.nn.Module, name: str) -> bool:
     return vars(module).get(_CHECKED, {}).get(name) is module._buffers.get(name)
 
 
-def undo_frequencies(module: torch.nn.Module) -> None:
-    """Give a rotary module the rounded frequencies that it had before ``restore_frequencies``."""
-    vars(module).pop(_CHECKED, None)
-    for name, rounded in vars(module).pop(_ROUNDED, {}).items():
-        module._buffers[name] = rounded.to(module._buffers[name].device)
-
-
 def _frequencies(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     buffers = module.named_buffers(recurse=False)
     return [(name, buffer) for name, buffer in buffers if name.endswith("inv_freq")]
@@ -404,7 +398,9 @@ def restore(module: torch.nn.Module) -> None:
     if kind_of(module) is not None:
         module.__class__ = _around(type(module), user_class(module))
     module.__dict__.pop(NOTES, None)
-    undo_frequencies(module)
+    vars(module).pop(_CHECKED, None)
+    for name, rounded in vars(module).pop(_ROUNDED, {}).items():
+        module._buffers[name] = rounded.to(module._buffers[name].device)
 
 
 def devices_of(model: torch.nn.Module) -> set[str]:
@@ -473,7 +469,7 @@ def _around(wrapper: type, inner: type) -> type:
 
 # ---- exchange and rollback ---------------------------------------------------------------------
 
-#: Dictionary whose content is not held: a mesh replaces parameters, and frees their memory.
+#: Dictionary whose content is not saved: a mesh replaces parameters, and frees their memory.
 _PARAMETERS = "_parameters"
 
 
@@ -498,33 +494,20 @@ def applied(
     attentions: Sequence[Attention],
 ) -> Iterator[None]:
     """Context in which `apply` has run; after an exception modules and configs are as before."""
-    modules = [(module, type(module), _held(module)) for module in model.modules()]
-    saved_configs = [(config, dict(vars(config))) for config in reachable_configs(model)]
+    classes = [(module, type(module)) for module in model.modules()]
+    dicts = [vars(config) for config in reachable_configs(model)]
+    for module, _ in classes:
+        values = vars(module).items()
+        dicts += [v for n, v in values if isinstance(v, dict) and n != _PARAMETERS]
+        dicts.append(vars(module))
+    saved = [(values, dict(values)) for values in dicts]
     try:
         apply(model, changes, attentions)
         yield
     except BaseException:
-        for module, cls, held in modules:
+        for module, cls in classes:
             module.__class__ = cls
-            _give_back(module, held)
-        for config, values in saved_configs:
-            vars(config).clear()
-            vars(config).update(values)
+        for values, before in saved:
+            values.clear()
+            values.update(before)
         raise
-
-
-def _held(module: torch.nn.Module) -> dict[str, tuple[object, dict | None]]:
-    """Return attribute -> (value, what the value holds if it is a dictionary)."""
-    return {
-        name: (value, dict(value) if isinstance(value, dict) and name != _PARAMETERS else None)
-        for name, value in vars(module).items()
-    }
-
-
-def _give_back(module: torch.nn.Module, held: dict[str, tuple[object, dict | None]]) -> None:
-    for value, copied in held.values():
-        if copied is not None:
-            value.clear()
-            value.update(copied)
-    vars(module).clear()
-    vars(module).update((name, value) for name, (value, _) in held.items())

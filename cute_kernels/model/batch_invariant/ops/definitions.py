@@ -78,10 +78,6 @@ def _backward_sum(ctx, g):
     return each.to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None, None
 
 
-def _vmap_sum(info, in_dims, x, divisor, dtype):
-    return row_sum(x.movedim(in_dims[0], 0), divisor, dtype), 0
-
-
 batched_product = define_op(
     "batched_product(Tensor a, Tensor b, Tensor? base, float beta, float alpha) -> Tensor",
     _run_product,
@@ -99,5 +95,5 @@ row_sum = define_op(
     fake=lambda x, divisor, dtype: x.new_empty(x.shape[:-1], dtype=dtype),
     setup=_setup_sum,
     backward=_backward_sum,
-    vmap=_vmap_sum,
+    vmap=lambda info, in_dims, x, *rest: (row_sum(x.movedim(in_dims[0], 0), *rest), 0),
 )

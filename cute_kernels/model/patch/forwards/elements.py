@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,50 +72,36 @@ _REGISTERS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Formula(NamedTuple):
-    """A function y = f(x, c) of an element x and a number c of the call, and its dy/dx.
-
-    Each lambda has all arguments, and reads what it needs.
-    """
-
-    function: Callable[[torch.Tensor, float], torch.Tensor]
-    slope: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-
-
-#: Name of an op of aten -> what computes it.
-KINDS = {
-    "sin": Formula(lambda x, c: torch.sin(x), lambda x, y, c: element(x, "cos", 0.0)),
-    "cos": Formula(lambda x, c: torch.cos(x), lambda x, y, c: -element(x, "sin", 0.0)),
-    "exp": Formula(lambda x, c: torch.exp(x), lambda x, y, c: y),
-    "exp2": Formula(lambda x, c: torch.exp2(x), lambda x, y, c: y * 0.6931471805599453),
-    "expm1": Formula(lambda x, c: torch.expm1(x), lambda x, y, c: y + 1),
-    "log": Formula(lambda x, c: torch.log(x), lambda x, y, c: 1 / x),
-    "log1p": Formula(lambda x, c: torch.log1p(x), lambda x, y, c: 1 / (x + 1)),
-    "softplus": Formula(
-        lambda x, c: F.softplus(x),
-        lambda x, y, c: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
-    ),
-    "rsqrt": Formula(lambda x, c: torch.rsqrt(x), lambda x, y, c: y * y * y * -0.5),
-    "pow": Formula(lambda x, c: torch.pow(x, c), lambda x, y, c: element(x, "pow", c - 1) * c),
-    "rpow": Formula(lambda x, c: torch.pow(c, x), lambda x, y, c: y * math.log(c)),
-    "elu": Formula(
-        lambda x, c: F.elu(x), lambda x, y, c: torch.where(x > 0, torch.ones_like(x), y + 1)
-    ),
-    "erf": Formula(
-        lambda x, c: torch.erf(x),
-        lambda x, y, c: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
-    ),
-    "erfinv": Formula(
-        lambda x, c: torch.erfinv(x),
-        lambda x, y, c: element(y * y, "exp", 0.0) * 0.8862269254527580,
-    ),
+#: Name of an op of aten -> dy/dx of y = f(x, c), of an element x and a number c of the call.
+SLOPES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "sin": lambda x, y, c: element(x, "cos", 0.0),
+    "cos": lambda x, y, c: -element(x, "sin", 0.0),
+    "exp": lambda x, y, c: y,
+    "exp2": lambda x, y, c: y * 0.6931471805599453,
+    "expm1": lambda x, y, c: y + 1,
+    "log": lambda x, y, c: 1 / x,
+    "log1p": lambda x, y, c: 1 / (x + 1),
+    "softplus": lambda x, y, c: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
+    "rsqrt": lambda x, y, c: y * y * y * -0.5,
+    "pow": lambda x, y, c: element(x, "pow", c - 1) * c,
+    "rpow": lambda x, y, c: y * math.log(c),
+    "elu": lambda x, y, c: torch.where(x > 0, torch.ones_like(x), y + 1),
+    "erf": lambda x, y, c: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
+    "erfinv": lambda x, y, c: element(y * y, "exp", 0.0) * 0.8862269254527580,
 }
+_FUNCTIONS = {"softplus": F.softplus, "elu": F.elu}
+
+
+def compute(x: torch.Tensor, kind: str, number: float) -> torch.Tensor:
+    """Compute a function of `SLOPES` by torch: x ^ c of "pow", c ^ x of "rpow"."""
+    if kind in ("pow", "rpow"):
+        return torch.pow(x, number) if kind == "pow" else torch.pow(number, x)
+    return (_FUNCTIONS.get(kind) or getattr(torch, kind))(x)
 
 
 def _run(x: torch.Tensor, kind: str, number: float) -> torch.Tensor:
-    function = KINDS[kind].function
     if x.device.type != "cpu":
-        return function(x, number)
+        return compute(x, kind, number)
     flat = x.contiguous().view(-1)
     out = torch.empty_like(flat)
     for start in range(0, flat.numel(), _BLOCK):
@@ -124,7 +109,7 @@ def _run(x: torch.Tensor, kind: str, number: float) -> torch.Tensor:
         # A buffer of its own: the address is a multiple of a register's size.
         buffer = block.new_ones(-(-block.numel() // _REGISTERS) * _REGISTERS)
         buffer[: block.numel()] = block
-        out[start : start + _BLOCK] = function(buffer, number)[: block.numel()]
+        out[start : start + _BLOCK] = compute(buffer, kind, number)[: block.numel()]
     return out.view(x.shape)
 
 
@@ -134,7 +119,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g):
-    return g * KINDS[ctx.kind].slope(*ctx.saved_tensors, ctx.number), None, None
+    return g * SLOPES[ctx.kind](*ctx.saved_tensors, ctx.number), None, None
 
 
 element = define_op(
@@ -343,7 +328,7 @@ def _both(name: str, function: Callable) -> dict[Callable, Callable]:
 
 #: Function of torch -> ours, which may return NotImplemented.
 TABLE: dict[Callable, Callable] = {
-    **{f: c for kind in KINDS if kind not in ("pow", "rpow", "softplus", "elu")
+    **{f: c for kind in SLOPES if kind not in ("pow", "rpow", "softplus", "elu")
        for f, c in _both(kind, _element(kind)).items()},
     **_both("softplus", _element("softplus", beta=1, threshold=20)),
     **_both("elu", _element("elu", alpha=1, inplace=False)),
@@ -365,7 +350,7 @@ TABLE: dict[Callable, Callable] = {
     **_operators(),
 }  # fmt: skip
 #: Names of the ops that the mode stands in for, as a dispatch mode sees them.
-NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "std", "topk", "polar", "mul"}
+NAMES = frozenset(SLOPES) | {"linalg_vector_norm", "norm", "var", "std", "topk", "polar", "mul"}
 
 
 class Elements(TorchFunctionMode):
