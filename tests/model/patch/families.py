@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -14,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_kernels as ck
 from cute_kernels.model import aten
 from cute_kernels.model.observe import ops
+from cute_kernels.model.patch.forwards import mixers
+from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 
 VOCABULARY, HIDDEN = 97, 128
@@ -180,6 +184,43 @@ def generated(net: torch.nn.Module, prompts: torch.Tensor, **options: object):
     return out.sequences, torch.stack(out.logits, 1)
 
 
+# ---- mixers of hybrids ---------------------------------------------------------------------------
+
+
+def by_night(*names: str) -> list:
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+def first_mixer(net: torch.nn.Module) -> torch.nn.Module:
+    return mixers.mixers_in(net)[0]
+
+
+def mixer_of(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, object]:
+    """A mixer of a patched model, and the config."""
+    net = model(name).to(dtype)
+    ck.patch(net)
+    return first_mixer(net), net.config
+
+
+def hidden(batch: int, length: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, HIDDEN, generator=generator).to(dtype)
+
+
+def cache_of(config) -> transformers.DynamicCache:
+    return transformers.DynamicCache(config=config)
+
+
+@torch.no_grad()
+def through(mixer, x, cuts, cache, mask=None) -> torch.Tensor:
+    """Results of a mixer for x, piece by piece."""
+    ends, rows = [0, *cuts, x.shape[1]], []
+    for first, end in itertools.pairwise(ends):
+        part = None if mask is None else mask[:, first:end]
+        rows.append(mixer(x[:, first:end], cache_params=cache, attention_mask=part))
+    return torch.cat(rows, 1)
+
+
 # ---- a step behind a part ------------------------------------------------------------------------
 
 PLACE = "model.layers.0.mlp"
@@ -271,6 +312,29 @@ def step(net: torch.nn.Module, **inputs: object) -> list[torch.Tensor]:
     weights = [p.grad for p in net.parameters() if p.grad is not None]
     tensors = [output.loss, *output.hidden_states, embedded.grad, *weights]
     return [t.detach().clone() for t in tensors]
+
+
+def give_main_grads(net: torch.nn.Module) -> None:
+    """Give every parameter a main_grad of zeros."""
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+
+
+#: What attends: all keys up to a query, and ranges of them.
+ATTENDING = ((api, "causal_attention"), (api, "sequence_attention"))
+
+
+def calls_of(monkeypatch, *functions, note: Callable = lambda name, *args: name) -> list:
+    """Notes on the calls of functions (holder, name) from now on, in order: names by default."""
+    notes: list = []
+    for holder, name in functions:
+
+        def noted(*args, name=name, true=getattr(holder, name), **options):
+            notes.append(note(name, *args))
+            return true(*args, **options)
+
+        monkeypatch.setattr(holder, name, noted)
+    return notes
 
 
 def agree(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:

@@ -24,7 +24,6 @@ from cute_kernels.model.patch.forwards import authors, layers
 from cute_kernels.norm import op
 from cute_kernels.norm.config import RMS
 from cute_kernels.rowwise import op as rowwise_op
-from cute_kernels.sparse_attn import api
 from tests.anchors import replaced
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -62,20 +61,8 @@ def apart(monkeypatch, kind: str, **options) -> torch.nn.Module:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(monkeypatch, reentrant):
     """There transformers leaves its cache out, and would look for packs."""
-    net, calls = patched(), []
-    want = step(apart(monkeypatch, "residual"))
-    for holder, name in (
-        (op, "norm_in_steps"),
-        (api, "causal_attention"),
-        (api, "sequence_attention"),
-    ):
-        true = getattr(holder, name)
-
-        def counted(*args, name=name, true=true, **options):
-            calls.append(name)
-            return true(*args, **options)
-
-        monkeypatch.setattr(holder, name, counted)
+    net, want = patched(), step(apart(monkeypatch, "residual"))
+    calls = families.calls_of(monkeypatch, (op, "norm_in_steps"), *families.ATTENDING)
     net.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert agree(step(net), want)
     # Once in the forward of the layer, once more in its backward.
@@ -366,16 +353,7 @@ def test_graphs_rotate_in_one_launch(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """Names of what attends, in order."""
-    names = []
-    for name in ("causal_attention", "sequence_attention"):
-        true = getattr(api, name)
-
-        def counted(*args, name=name, true=true, **options):
-            names.append(name)
-            return true(*args, **options)
-
-        monkeypatch.setattr(api, name, counted)
-    return names
+    return families.calls_of(monkeypatch, *families.ATTENDING)
 
 
 @torch.no_grad()
@@ -413,8 +391,8 @@ def test_other_attention_is_told_nothing_and_a_window_that_is_lost_is_seen(monke
     with monkeypatch.context() as mutant:
         mutant.setattr(integration, "whole_sequences", lambda window=0: true())
         assert not same_bytes(families.logits(net, TOKENS), want)
-    assert authors._masks(net.model, {}) is not None
+    assert authors._masks(net.model, {})
     net.set_attn_implementation("eager")
-    assert authors._masks(net.model, {}) is None
+    assert not authors._masks(net.model, {})
     with pytest.raises(PatchError, match="attn_implementation"):
         families.logits(net, TOKENS, **POSITIONS)

@@ -219,30 +219,25 @@ _FORMULAS = (
 
 # ---- residual, then norm -------------------------------------------------------------------------
 
-#: Arguments of `_pre_norm` behind the first, and their defaults.
+#: Arguments of `_pre_norm` after the first, and their defaults.
 _ATTENTION_INPUTS = dict(
     zip(_pre_norm.__code__.co_varnames[2:], _pre_norm.__defaults__, strict=False)
 )
 
 
-def _fused_layer(cls: type) -> Callable:
-    """Return the forward of a decoder layer."""
-
-    def forward(self, hidden_states, *args, **kwargs):
-        inputs = _ATTENTION_INPUTS | dict(zip(_ATTENTION_INPUTS, args, strict=False)) | kwargs
-        residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, **inputs)
-        norm = self.post_attention_layernorm
-        fused = _add_rms_norm(norm, residual, hidden_states)
-        if fused is None:
-            residual = residual + hidden_states
-            hidden_states = norm(residual)
-        else:
-            hidden_states, residual = fused
-        return residual + self.mlp(hidden_states)
-
-    return forward
+def _fused_layer(self, hidden_states, *args, **kwargs):
+    inputs = _ATTENTION_INPUTS | dict(zip(_ATTENTION_INPUTS, args, strict=False)) | kwargs
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    hidden_states, _ = self.self_attn(hidden_states=hidden_states, **inputs)
+    norm = self.post_attention_layernorm
+    fused = _add_rms_norm(norm, residual, hidden_states)
+    if fused is None:
+        residual = residual + hidden_states
+        hidden_states = norm(residual)
+    else:
+        hidden_states, residual = fused
+    return residual + self.mlp(hidden_states)
 
 
 def _add_rms_norm(
@@ -261,16 +256,11 @@ def _add_rms_norm(
 # ---- activation, times up ------------------------------------------------------------------------
 
 
-def _fused_mlp(cls: type) -> Callable:
-    """Return the forward of an MLP."""
-
-    def forward(self, x):
-        # down(f(gate(x)) · up(x))
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        product = gate_product(self.act_fn, gate, up) if is_plain_pair(gate, up) else None
-        return self.down_proj(self.act_fn(gate) * up if product is None else product)
-
-    return forward
+def _fused_mlp(self, x):
+    # down(f(gate(x)) · up(x))
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    product = gate_product(self.act_fn, gate, up) if is_plain_pair(gate, up) else None
+    return self.down_proj(self.act_fn(gate) * up if product is None else product)
 
 
 # ---- rotation ------------------------------------------------------------------------------------
@@ -370,10 +360,10 @@ def broadcast_embeddings(
 
 
 def _with_positions(self, arguments: dict[str, object]) -> dict[str, object]:
-    """Return arguments with position_ids [B, T] if gradients go to a main_grad."""
+    """Return position_ids [B, T] as an argument, if gradients go to a main_grad."""
     if not (self._cute_kernels.main_grad and torch.is_grad_enabled()):
-        return arguments
-    return arguments | {"position_ids": _for_each_sequence(arguments)}
+        return {}
+    return {"position_ids": _for_each_sequence(arguments)}
 
 
 def _for_each_sequence(arguments: dict[str, object]) -> torch.Tensor | None:
@@ -416,16 +406,8 @@ def is_base_model(model: torch.nn.Module, cls: type) -> bool:
     return known and cls.__name__.endswith("Model") and "forward" in vars(cls)
 
 
-def _with_masks(self, arguments: dict[str, object]) -> dict[str, object]:
-    """Return arguments with the masks of `_masks`."""
-    masks = _masks(self, arguments)
-    return arguments if masks is None else arguments | {"attention_mask": masks}
-
-
-def _masks(
-    model: torch.nn.Module, arguments: dict[str, object]
-) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """Return masks of a call without padding, packs and cache; None: transformers makes them.
+def _masks(model: torch.nn.Module, arguments: dict[str, object]) -> dict[str, object]:
+    """Return the mask of a call without padding, packs and cache as an argument, or nothing.
 
     A cache that the model itself makes is empty: all keys are those of the call.
     """
@@ -437,24 +419,24 @@ def _masks(
     )
     ours = config._attn_implementation == integration.NAME
     if not causal or not ours or any(arguments.get(n) is not None for n in _OF_MASKS):
-        return None
+        return {}
     whole, family = integration.whole_sequences, config.model_type
     window = None if family in _FULL else getattr(config, "sliding_window", None)
     if window is not None and not (isinstance(window, int) and window > 1):
-        return None
+        return {}
     if family not in _BY_TYPE:
-        return whole(window or 0)
+        return {"attention_mask": whole(window or 0)}
     sliding = {} if window is None else {"sliding_attention": whole(window)}
-    return {"full_attention": whole(), **sliding}
+    return {"attention_mask": {"full_attention": whole(), **sliding}}
 
 
 # ---- all of them ---------------------------------------------------------------------------------
 
-_BY_FORMULA = {"residual": _fused_layer, "mlp": _fused_mlp, "attention": _rotating}
-#: Name of a forward of ours -> the arguments with which it calls the author's.
-_ARGUMENTS = {
+_BY_FORMULA = {"residual": _fused_layer, "mlp": _fused_mlp}
+#: Name of a forward of ours -> the arguments of the author's forward that it changes.
+_CHANGED = {
     "positions": _with_positions,
-    "base_model": _with_masks,
+    "base_model": _masks,
     mixers.BASE_MODEL: packs.with_sequences,
 }
 
@@ -466,16 +448,19 @@ def forward_of(kind: str, cls: type) -> Callable:
     transformers.
     """
     author = cls.forward
-    if kind in _BY_FORMULA:
-        return _BY_FORMULA[kind](cls) if _kind_by_formula(cls) == kind else author
+    if kind in ("attention", *_BY_FORMULA):
+        if _kind_by_formula(cls) != kind:
+            return author
+        return _BY_FORMULA.get(kind) or _rotating(cls)
     if kind == mixers.STATEFUL:
         return author
     if kind == mixers.LAYER:
-        return mixers.telling(_inside_checkpointing(author))
+        return mixers.handing_packs_on(_inside_checkpointing(author))
     names = list(inspect.signature(author).parameters)[1:]
-    changed = _ARGUMENTS[kind]
+    changed = _CHANGED[kind]
 
     def forward(self, *args, **kwargs):
-        return author(self, **changed(self, dict(zip(names, args, strict=False)) | kwargs))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        return author(self, **arguments | changed(self, arguments))
 
     return forward

@@ -38,8 +38,8 @@ from ....linear_attn.config import (
 from ....rowwise import api as rowwise
 from ..state import eps_of, kind_of, main_grad_of, parameter_of, sums_of, unchanged, user_class
 
-#: Names of the forwards of the four mixers, of their convolution and of a gate; of a layer that is
-#: told of packs, the base model, and the model around.
+#: Names of the forwards of the four mixers, of their convolution and of a gate; of a layer that
+#: hands packs on, the base model, and the model around.
 DELTA_NET, KDA, MAMBA2, MAMBA, CONVOLUTION, GATE = (
     "gated_delta_net", "kimi_delta_attention", "mamba2_mixer", "mamba_mixer", "causal_conv1d",
     "forget_gate",
@@ -65,9 +65,9 @@ class Projected(NamedTuple):
     a: torch.Tensor
 
 
-#: Inputs of a mixer [B, T, ...], those of its convolution first.
+#: Inputs of a rule [B, T, ...], those of its convolution first.
 Rows = tuple[torch.Tensor, ...]
-#: (a mixer, rows, their sequences, a record of what is before them) -> what its rule gives.
+#: (a mixer, rows, their sequences, a record of the rows before them) -> results of the rule.
 Mix = Callable[[nn.Module, Rows, packs.Sequences, LinearAttentionCache | None], torch.Tensor]
 
 
@@ -161,34 +161,37 @@ def mixer_of(cls: type) -> Mixer | None:
     return MIXERS.get((cls.__module__, cls.__name__))
 
 
-#: Kind of a mixer -> attributes that its forward of ours reads.
-_ATTRIBUTES = {
-    DELTA_NET: ("conv1d", "key_dim", "value_dim", "activation", "A_log", "dt_bias", "layer_idx"),
-    KDA: ("conv1d", "conv_dim", "num_heads", "head_dim", "forget_gate", "activation", "layer_idx"),
-    MAMBA2: (
-        "conv1d", "in_proj", "norm", "out_proj", "activation", "A_log", "D", "dt_bias", "layer_idx",
-        "num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim",
-        "time_step_limit",
-    ),
-    MAMBA: (
-        "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj", "activation", "A_log", "D",
-        "layer_idx", "ssm_state_size", "intermediate_size", "time_step_rank",
-    ),
-}  # fmt: skip
+class Rule(NamedTuple):
+    """What a kind of mixers computes, and what our ops need to know of a mixer.
+
+    inputs: (a mixer, hidden states) -> (rows of the rule, input of its norm's gate; None: no norm).
+    cache: Constructor of a record.  sizes: Its heads and sizes, (groups, heads) and (K, V).
+    channels: Of the convolution.  why_not: Why an op does not take the sizes; None: it does.
+    attributes: Those that the forward reads.
+    """
+
+    inputs: Callable[[nn.Module, torch.Tensor], tuple[Rows, torch.Tensor | None]]
+    mix: Mix
+    cache: Callable[..., LinearAttentionCache]
+    sizes: Callable[[nn.Module], tuple[tuple[int, int], tuple[int, int]]]
+    channels: Callable[[nn.Module], int]
+    why_not: Callable[[nn.Module], str | None]
+    attributes: tuple[str, ...]
+
+
+def rule_of(module: nn.Module) -> Rule:
+    """Return the rule of a known mixer."""
+    return RULES[mixer_of(user_class(module)).kind]
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why our ops cannot compute a known mixer; None: they can."""
-    kind = mixer_of(user_class(module)).kind
-    if missing := [name for name in _ATTRIBUTES[kind] if not hasattr(module, name)]:
+    rule = rule_of(module)
+    if missing := [name for name in rule.attributes if not hasattr(module, name)]:
         return f"transformers' mixer of this version has no {', '.join(missing)}"
     if not _caches_record():
         return "transformers' caches of this version record no past of a mixer"
-    channels = {
-        DELTA_NET: lambda: module.key_dim * 2 + module.value_dim,
-        **dict.fromkeys((KDA, MAMBA2), lambda: module.conv_dim),
-        MAMBA: lambda: module.intermediate_size,
-    }[kind]()
+    channels = rule.channels(module)
     convolution = module.conv1d
     plain = type(convolution) is nn.Conv1d or user_class(convolution) is nn.Conv1d
     if not plain or convolution.groups != channels or convolution.in_channels != channels:
@@ -199,14 +202,7 @@ def why_not(module: nn.Module) -> str | None:
     for name, value in READS:
         if getattr(module, name) != value:
             return f"{name} = {getattr(module, name)!r}, not {value!r}"
-    of_kda = functools.partial(_why_not_sizes, names=("head_dim",), op="ck.chunk_kda")
-    reasons = {
-        DELTA_NET: _why_not_sizes,
-        KDA: of_kda,
-        MAMBA2: _why_not_scan,
-        MAMBA: _why_not_selective_scan,
-    }
-    return reasons[kind](module)
+    return rule.why_not(module)
 
 
 def _why_not_sizes(
@@ -285,25 +281,25 @@ def _silent_mixer(cls: type) -> str | None:
 # ---- forwards -----------------------------------------------------------------------------------
 
 
-class _Told:
-    """A layer in whose author's forward the mixer is told of packs."""
+class _PackedLayer:
+    """A layer in whose author's forward the mixer gets the pack."""
 
-    def __init__(self, layer: nn.Module, told: dict[str, object]) -> None:
+    def __init__(self, layer: nn.Module, pack: dict[str, object]) -> None:
         name = _silent_mixer(user_class(layer))
         self._layer = layer
-        setattr(self, name, functools.partial(getattr(layer, name), **told))
+        setattr(self, name, functools.partial(getattr(layer, name), **pack))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._layer, name)
 
 
-def telling(author: Callable) -> Callable:
+def handing_packs_on(author: Callable) -> Callable:
     """Return the forward of a layer that hands packs on to its mixer."""
 
     def forward(self, *args, **kwargs):
         names = packs.OFFSETS, packs.NUMBERS
-        told = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        return author(_Told(self, told) if told else self, *args, **kwargs)
+        pack = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        return author(_PackedLayer(self, pack) if pack else self, *args, **kwargs)
 
     return forward
 
@@ -345,18 +341,7 @@ def gated_rms_norm(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> tor
     return out.to(hidden_states.dtype)
 
 
-def _sequences_of(
-    self: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, options: dict[str, object]
-) -> packs.Sequences:
-    """Return the sequences of a call of a mixer, or refuse it."""
-    unchanged(self, self._cute_kernels.reads)
-    integration.check_keywords(options, _KEYWORDS)
-    if options.get("is_causal") is False:
-        raise ArgumentValueError(expected("is_causal", "True: a state goes forward", False))
-    return packs.sequences_of(x, mask, options)
-
-
-def gated_delta_net(
+def mixer(
     self,
     hidden_states: torch.Tensor,
     cache_params: object | None = None,
@@ -366,27 +351,77 @@ def gated_delta_net(
     """Mix the tokens of each sequence: [B, T, hidden] -> [B, T, hidden].
 
     Rows of padding are those of a zero output of the rule, as transformers has them.
+    ``time_step_limit`` holds for single tokens as well, where transformers leaves it out.
 
     attention_mask: [B, T], 0 where a token is padding, or None.
     cu_seq_lens_q, seq_idx: in ``kwargs``: [S + 1], where sequences of a batch of 1 begin and end;
     [B, T], a number for each sequence, of which a row has several.
     """
-    sequences = _sequences_of(self, hidden_states, attention_mask, kwargs)
-    known = mixer_of(user_class(self))
-    qkv, z, b, a = known.project(self, hidden_states)
+    unchanged(self, self._cute_kernels.reads)
+    integration.check_keywords(kwargs, _KEYWORDS)
+    if kwargs.get("is_causal") is False:
+        raise ArgumentValueError(expected("is_causal", "True: a state goes forward", False))
+    sequences = packs.sequences_of(hidden_states, attention_mask, kwargs)
+    known, rule = mixer_of(user_class(self)), rule_of(self)
+    rows, gate = rule.inputs(self, hidden_states)
+    if cache_params is None:
+        out = rule.mix(self, rows, sequences, None)
+    elif sequences.offsets is not None and attention_mask is None:
+        raise ArgumentValueError(expected("past_key_values", "None with a pack", "a cache"))
+    else:
+        out = _after_cache(self, rows, cache_params, attention_mask, sequences)
+    out = out if gate is None else getattr(self, known.norm)(out, gate)
+    return getattr(self, known.out)(out.flatten(2))
+
+
+@torch.compiler.disable
+def _after_cache(
+    self: nn.Module,
+    rows: Rows,
+    cache: object,
+    mask: torch.Tensor | None,
+    sequences: packs.Sequences,
+) -> torch.Tensor:
+    """Results of a rule for rows of tokens after those of a cache, which keeps them."""
+    from ....integrations import linear_cache
+
+    rule, layer = rule_of(self), linear_cache.layer_of(cache, self.layer_idx)
+    if mask is None and rows[0].shape[1] == 1:
+        mask = layer.padding()
+        sequences = sequences if mask is None else packs.sequences_of(rows[0], mask, {})
+    if not layer.batch and torch.is_grad_enabled() and not layer.record_past:
+        # A step of training makes a cache that is not read: its gradients are those without one.
+        out = rule.mix(self, rows, sequences, None)
+        layer.store(rows, mask)
+        return out
+
+    def new_record(slots: int, drafts: int) -> LinearAttentionCache:
+        heads, sizes = rule.sizes(self)
+        return rule.cache(
+            1, slots, heads=heads, sizes=sizes,
+            conv=(rows[0].shape[2], self.conv1d.kernel_size[0]), drafts=drafts,
+            dtype=rows[0].dtype, device=rows[0].device,
+        )  # fmt: skip
+
+    return layer.extend(new_record, functools.partial(rule.mix, self), rows, sequences)
+
+
+# ---- rules --------------------------------------------------------------------------------------
+
+
+def _delta_inputs(self: nn.Module, x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    qkv, z, b, a = mixer_of(user_class(self)).project(self, x)
     beta = rowwise.sigmoid(b)
     if getattr(self, "allow_neg_eigval", False):
         beta = beta * 2.0
-    out = _mixed(self, _delta_rule, (qkv, beta, a), cache_params, attention_mask, sequences)
-    out = getattr(self, known.norm)(out, z).flatten(2)
-    return getattr(self, known.out)(out)
+    return (qkv, beta, a), z
 
 
 def _delta_rule(
     self: nn.Module,
     rows: Rows,
     sequences: packs.Sequences,
-    record: LinearAttentionCache | None = None,
+    record: LinearAttentionCache | None,
 ) -> torch.Tensor:
     """Convolve, and apply the gated delta rule: [B, T, HV, V]."""
     qkv, beta, a = rows
@@ -394,7 +429,7 @@ def _delta_rule(
     g = self.forget_gate(a, sequences) if of_channels else _decay(self, a, sequences)
     mixed = self.conv1d(qkv, sequences, record)
     mixed, beta, g = map(sequences.pack, (mixed, beta, g))
-    (heads, v_heads), (key, value) = _heads_of(self)
+    (heads, v_heads), (key, value) = rule_of(self).sizes(self)
     q, k, v = mixed.split([heads * key, heads * key, v_heads * value], -1)
     q, k = (t.unflatten(-1, (heads, key)) for t in (q, k))
     v = v.unflatten(-1, (v_heads, value))
@@ -404,13 +439,6 @@ def _delta_rule(
         return sequences.unpack(record[0].gated_delta_rule(*operands, **options))
     rule = linear_attn.chunk_kda if of_channels else linear_attn.chunk_gated_delta_rule
     return sequences.unpack(rule(*operands, **options)[0])
-
-
-def _heads_of(self: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(H of q and k, HV), (K, V) of a delta rule."""
-    if mixer_of(user_class(self)).kind == KDA:
-        return (self.num_heads,) * 2, (self.head_dim,) * 2
-    return (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
 
 
 def _decay(self: nn.Module, a: torch.Tensor, sequences: packs.Sequences) -> torch.Tensor:
@@ -428,33 +456,19 @@ def forget_gate(self, hidden_states: torch.Tensor, sequences: packs.Sequences) -
     return _decay(self, a, sequences)
 
 
-def mamba2_mixer(
-    self,
-    hidden_states: torch.Tensor,
-    cache_params: object | None = None,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: object,
-) -> torch.Tensor:
-    """Mix the tokens of each sequence, as `gated_delta_net`: its arguments, its padding.
-
-    ``time_step_limit`` holds for single tokens as well, where transformers leaves it out.
-    """
-    sequences = _sequences_of(self, hidden_states, attention_mask, kwargs)
-    sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
+def _mamba2_inputs(self: nn.Module, x: torch.Tensor) -> tuple[Rows, torch.Tensor | None]:
     # Falcon-H1 scales its input and each projection, and may have no norm.
     multiplier = getattr(self, "ssm_in_multiplier", None)
     if multiplier is None:
-        projected = self.in_proj(hidden_states)
+        projected = self.in_proj(x)
     else:
-        projected = self.in_proj(hidden_states * multiplier)
+        projected = self.in_proj(x * multiplier)
         projected = (projected * self.mup_vector).to(projected.dtype)
+    sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
     gate, mixed, dt = projected.split(sizes, -1)
-    if not getattr(self, "mamba_rms_norm", True):
-        rows = mixed, dt, gate.unflatten(-1, (self.num_heads, self.head_dim))
-        out = _mixed(self, _scan, rows, cache_params, attention_mask, sequences)
-        return self.out_proj(out.flatten(2))
-    out = _mixed(self, _scan, (mixed, dt), cache_params, attention_mask, sequences)
-    return self.out_proj(self.norm(out.flatten(2), gate))
+    if getattr(self, "mamba_rms_norm", True):
+        return (mixed, dt), gate
+    return (mixed, dt, gate.unflatten(-1, (self.num_heads, self.head_dim))), None
 
 
 #: softplus(x) is x here, and a product with it exact.
@@ -472,9 +486,9 @@ def _scan(
     self: nn.Module,
     rows: Rows,
     sequences: packs.Sequences,
-    record: LinearAttentionCache | None = None,
+    record: LinearAttentionCache | None,
 ) -> torch.Tensor:
-    """Convolve, and scan: [B, T, H, P].  rows: inputs of the convolution, dt, and z if there is."""
+    """Convolve, and scan: [B, T, H P].  rows: inputs of the convolution, dt, and z if there is."""
     mixed, dt, *gate = rows
     mixed = sequences.pack(self.conv1d(mixed, sequences, record))
     x, B, C = mixed.split([self.intermediate_size, *2 * [self.n_groups * self.ssm_state_size]], -1)
@@ -492,28 +506,14 @@ def _scan(
     else:
         into = {f"{name}_main_grad": main_grad_of(self, options[name]) for name in ("D", "dt_bias")}
         out = linear_attn.mamba_chunk_scan_combined(*operands, **options, **into)
-    return sequences.unpack(out)
-
-
-def mamba_mixer(
-    self,
-    hidden_states: torch.Tensor,
-    cache_params: object | None = None,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: object,
-) -> torch.Tensor:
-    """Mix the tokens of each sequence, as `gated_delta_net`: its arguments, its padding."""
-    sequences = _sequences_of(self, hidden_states, attention_mask, kwargs)
-    rows = self.in_proj(hidden_states).chunk(2, -1)
-    out = _mixed(self, _selective_scan, rows, cache_params, attention_mask, sequences)
-    return self.out_proj(out)
+    return sequences.unpack(out).flatten(2)
 
 
 def _selective_scan(
     self: nn.Module,
     rows: Rows,
     sequences: packs.Sequences,
-    record: LinearAttentionCache | None = None,
+    record: LinearAttentionCache | None,
 ) -> torch.Tensor:
     """Convolve, project steps, B and C, and scan: [B, T, D].  rows: what is convolved, and z."""
     u = self.conv1d(rows[0], sequences, record)
@@ -541,59 +541,48 @@ def _selective_scan(
     return sequences.unpack(out.mT)
 
 
-def _mixed(
-    self: nn.Module,
-    mix: Mix,
-    rows: Rows,
-    cache: object | None,
-    mask: torch.Tensor | None,
-    sequences: packs.Sequences,
-) -> torch.Tensor:
-    """What a rule gives for rows, behind those of a cache if there is one."""
-    if cache is None:
-        return mix(self, rows, sequences)
-    if sequences.offsets is not None and mask is None:
-        raise ArgumentValueError(expected("past_key_values", "None with a pack", "a cache"))
-    return _mixed_behind(self, mix, rows, cache, mask, sequences)
-
-
-@torch.compiler.disable
-def _mixed_behind(
-    self: nn.Module,
-    mix: Mix,
-    rows: Rows,
-    cache: object,
-    mask: torch.Tensor | None,
-    sequences: packs.Sequences,
-) -> torch.Tensor:
-    """What a rule gives for rows of tokens behind those of a cache, which keeps them."""
-    from ....integrations import linear_cache
-
-    layer = linear_cache.layer_of(cache, self.layer_idx)
-    if mask is None and rows[0].shape[1] == 1:
-        mask = layer.padding()
-        sequences = sequences if mask is None else packs.sequences_of(rows[0], mask, {})
-    if not layer.batch and torch.is_grad_enabled() and not layer.record_past:
-        # A step of training makes a cache that is not read: its gradients are those without one.
-        out = mix(self, rows, sequences)
-        layer.store(rows, mask)
-        return out
-
-    def new_record(slots: int, drafts: int) -> LinearAttentionCache:
-        kind = mixer_of(user_class(self)).kind
-        if kind in (DELTA_NET, KDA):
-            make = LinearAttentionCache if kind == DELTA_NET else LinearAttentionCache.of_kda
-            heads, sizes = _heads_of(self)
-        elif kind == MAMBA2:
-            make, heads = LinearAttentionCache.of_mamba2, (self.n_groups, self.num_heads)
-            sizes = self.ssm_state_size, self.head_dim
-        else:
-            make, heads = LinearAttentionCache.of_mamba, (1, self.intermediate_size)
-            sizes = self.ssm_state_size, 1
-        return make(
-            1, slots, heads=heads, sizes=sizes,
-            conv=(rows[0].shape[2], self.conv1d.kernel_size[0]), drafts=drafts,
-            dtype=rows[0].dtype, device=rows[0].device,
-        )  # fmt: skip
-
-    return layer.extend(new_record, functools.partial(mix, self), rows, sequences)
+RULES = {
+    DELTA_NET: Rule(
+        _delta_inputs,
+        _delta_rule,
+        LinearAttentionCache,
+        lambda m: ((m.num_k_heads, m.num_v_heads), (m.head_k_dim, m.head_v_dim)),
+        lambda m: m.key_dim * 2 + m.value_dim,
+        _why_not_sizes,
+        ("conv1d", "key_dim", "value_dim", "activation", "A_log", "dt_bias", "layer_idx"),
+    ),
+    KDA: Rule(
+        _delta_inputs,
+        _delta_rule,
+        LinearAttentionCache.of_kda,
+        lambda m: ((m.num_heads,) * 2, (m.head_dim,) * 2),
+        lambda m: m.conv_dim,
+        functools.partial(_why_not_sizes, names=("head_dim",), op="ck.chunk_kda"),
+        ("conv1d", "conv_dim", "num_heads", "head_dim", "forget_gate", "activation", "layer_idx"),
+    ),
+    MAMBA2: Rule(
+        _mamba2_inputs,
+        _scan,
+        LinearAttentionCache.of_mamba2,
+        lambda m: ((m.n_groups, m.num_heads), (m.ssm_state_size, m.head_dim)),
+        lambda m: m.conv_dim,
+        _why_not_scan,
+        (
+            "conv1d", "in_proj", "norm", "out_proj", "activation", "A_log", "D", "dt_bias",
+            "layer_idx", "num_heads", "head_dim", "n_groups", "ssm_state_size",
+            "intermediate_size", "conv_dim", "time_step_limit",
+        ),
+    ),
+    MAMBA: Rule(
+        lambda m, x: (m.in_proj(x).chunk(2, -1), None),
+        _selective_scan,
+        LinearAttentionCache.of_mamba,
+        lambda m: ((1, m.intermediate_size), (m.ssm_state_size, 1)),
+        lambda m: m.intermediate_size,
+        _why_not_selective_scan,
+        (
+            "conv1d", "in_proj", "x_proj", "dt_proj", "out_proj", "activation", "A_log", "D",
+            "layer_idx", "ssm_state_size", "intermediate_size", "time_step_rank",
+        ),
+    ),
+}  # fmt: skip
