@@ -1,6 +1,6 @@
 """One of two ranks of a patched model under FSDP2 and DDP, or under ZeRO-3, over gloo on a CPU.
 
-test_fsdp.py and test_zero.py run `report` on both.
+test_engines.py runs `report` on both.
 """
 
 from __future__ import annotations

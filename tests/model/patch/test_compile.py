@@ -122,8 +122,7 @@ def compiled(net: torch.nn.Module, **options: object):
 def stepped(net: torch.nn.Module, run, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """The loss of a step, and its gradients, by name; main_grads where there are some."""
     net.zero_grad()
-    for parameter in net.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    families.give_main_grads(net)
     loss = run(tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     gradients = {n: p.main_grad if p.grad is None else p.grad for n, p in net.named_parameters()}

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import cute_kernels as ck
 from cute_kernels.errors import DtypeError, PatchError
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
 
@@ -39,16 +38,9 @@ def model(kind: str) -> torch.nn.Module:
 @pytest.fixture
 def attended(monkeypatch):
     """Dtypes of q, k and v at each call of our attention."""
-    dtypes = []
-    for name in ("causal_attention", "sequence_attention"):
-        run = getattr(api, name)
-
-        def counted(q, k, v, *args, run=run, **options):
-            dtypes.append({q.dtype, k.dtype, v.dtype})
-            return run(q, k, v, *args, **options)
-
-        monkeypatch.setattr(api, name, counted)
-    return dtypes
+    return families.calls_of(
+        monkeypatch, *families.ATTENDING, note=lambda name, *qkv: {t.dtype for t in qkv[:3]}
+    )
 
 
 def logits(net: torch.nn.Module, tokens: torch.Tensor, context=autocast) -> torch.Tensor:

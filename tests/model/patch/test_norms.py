@@ -176,6 +176,21 @@ def test_a_formula_that_is_not_looked_at_closely_would_pass(monkeypatch):
     assert isinstance(formula.norm_rule(module), formula.Rule)
 
 
+def test_another_eps_is_noticed(monkeypatch):
+    """The mutant: every norm gets ten times its eps."""
+    rule_of = formula.norm_rule
+
+    def larger(module):
+        rule = rule_of(module)
+        return rule._replace(eps=10 * rule.eps, eps_name=None)
+
+    monkeypatch.setattr(formula, "norm_rule", larger)
+    for module in (nn.LayerNorm(D), nn.RMSNorm(D, eps=1e-6)):
+        want = module(x()).double()
+        ck.patch(module, strict=True)
+        assert not near(module(x()), want)
+
+
 def test_weights_that_are_all_alike_do_not_matter():
     """Ones for Llama's, zeros for Gemma's, none yet (meta): the probe draws its own."""
     for name, offset in (("llama", 0.0), ("gemma2", 1.0)):

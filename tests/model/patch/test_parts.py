@@ -257,8 +257,7 @@ def test_main_grads_keep_their_bytes_in_micro_batches():
     ck.patch(net, main_grad=True)
     tokens, found = families.ids(4, part_rows(128)), []
     for cut in (1, 2, 4):
-        for parameter in net.parameters():
-            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+        families.give_main_grads(net)
         for part in tokens.split(cut):
             net(part, labels=part, use_cache=False, num_items_in_batch=500).loss.backward()
         found.append({n: p.main_grad for n, p in net.named_parameters()})

@@ -118,8 +118,7 @@ def test_other_models_are_named():
     net = Positions().to(torch.bfloat16)
     report = ck.patch(net, main_grad=True)
     assert report.main_grad_broadcast == ("pos_embed.weight",) and "pos_embed" in str(report)
-    for parameter in net.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    families.give_main_grads(net)
     found = ck.audit(net, families.ids(5, 16), transforms=["micro_batches"])
     assert found.ok and {one.tensor for one in found.information} == {"pos_embed.weight.main_grad"}
     assert ck.patch(net).main_grad_broadcast == ()
