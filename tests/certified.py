@@ -9,7 +9,8 @@ compiles a sample of those, and all others.  The nightly run compiles everything
     python -m tests.certified norm norm.triton ...
 
 runs the simulated tests of a system's SM90 kernels, or those of its Triton kernels, and, if they
-pass, stores the digest of the launchers: until then every commit runs them all.
+pass, stores the digest of the launchers: until then every commit runs them all.  Without names it
+does so for every system that changed.
 """
 
 from __future__ import annotations
@@ -204,6 +205,16 @@ def launchers_digest(system: str) -> str:
     return total.hexdigest()
 
 
+def changed_systems(store: Path = LAUNCHERS) -> list[str]:
+    """Systems whose launchers are not those that were stored."""
+    from cute_kernels.systems import SYSTEMS
+
+    names = [system.package for system in SYSTEMS if system.launcher]
+    names += [f"{system.package}.triton" for system in SYSTEMS]
+    known = launched(store)
+    return [name for name in names if known.get(name) != launchers_digest(name)]
+
+
 def tests_of(system: str) -> list[str]:
     """Pytest's arguments that select the tests of a system's SM90 or Triton kernels."""
     folder = TESTS / system.split(".")[0]
@@ -291,4 +302,4 @@ def check_stored(kernel, found) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(max((record(name, _pytest) for name in sys.argv[1:]), default=2))
+    sys.exit(max((record(name, _pytest) for name in sys.argv[1:] or changed_systems()), default=0))

@@ -156,6 +156,7 @@ def test_what_runs_often_is_there(path):
 #: What the digest of a system's launchers holds, among others: SM90's, and Triton's.
 LAUNCHERS = {
     "gemm": {"gemm.launch", "gemm.tiles"},
+    "linear_attn": {"linear_attn.launch"},
     "logp": {"logp.launch"},
     "mhc": {"mhc.launch"},
     "moe": {"moe.launch"},
@@ -265,6 +266,13 @@ def test_a_failed_run_stores_no_digest_and_leaves_the_others(tmp_path):
 
     assert certified.record("norm", fails, store) == 1
     assert certified.launched(store) == {"moe": before["moe"]}
+
+
+def test_systems_without_the_digest_of_their_launchers_are_those_to_record(tmp_path):
+    store = tmp_path / "launchers.json"
+    assert set(certified.changed_systems(store)) == set(LAUNCHERS)
+    certified.record("norm.triton", lambda arguments: 0, store)
+    assert set(certified.changed_systems(store)) == LAUNCHERS.keys() - {"norm.triton"}
 
 
 def test_one_mutant_of_each_test_runs_often():
