@@ -145,19 +145,19 @@ def launched(store: Path) -> dict[str, str]:
 def launchers(system: str) -> set[str]:
     """Modules that a system's launchers are made of: Triton's with their kernels, SM90's beyond
     what certificates depend on."""
-    graph, own = import_graph.import_graph(), system.split(".")[0]
+    every, own = import_graph.modules(), system.split(".")[0]
     if _is_triton(system):
-        left = {name for name in graph if name.startswith(f"{system}.")}
+        left = {name for name in every if name.startswith(f"{system}.")}
         out, shared = set(), _SHARED
     else:
-        left = {name for name in graph if name.startswith(f"{own}.") and name.endswith(".launch")}
+        left = {name for name in every if name.startswith(f"{own}.") and name.endswith(".launch")}
         out, shared = {"runtime.operands"}, ()
     while left:
         name = left.pop()
         inside = name.startswith((f"{own}.", *shared)) or (shared and ".triton." in name)
         if inside and name not in out and not _is_elsewhere(name, system):
             out.add(name)
-            left |= graph[name]
+            left |= import_graph.imports(name)
     return out
 
 

@@ -44,6 +44,11 @@ def loaded_module(argument: ast.expr, package: list[str]) -> str:
     return text
 
 
+def _called(call: ast.Call) -> str:
+    """Last name of the function that is called, or ""."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
 def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     """The package's own modules that one file imports, anywhere in it.
 
@@ -52,13 +57,14 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     """
     package = ["cute_kernels", *name.split(".")[:-1]]
     out = set()
-    for node in parsed(path).nodes:
+    source = parsed(path)
+    for node in source.nodes if "import_module" in source.text else source.statements:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             stem = source_of(node, package)
             targets = [f"{stem}.{alias.name}" for alias in node.names] + [stem]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _called(node).endswith("import_module"):
             targets = [loaded_module(node.args[0], package)]
         else:
             continue
@@ -72,7 +78,12 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
 
 
 @functools.cache
+def imports(name: str) -> set[str]:
+    """The modules of ours that one of them imports, at its top or anywhere else."""
+    paths = modules()
+    return imports_of(name, paths[name], set(paths)) - {name}
+
+
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the modules of ours that it imports, at its top or anywhere else."""
-    out = modules()
-    return {name: imports_of(name, path, set(out)) - {name} for name, path in out.items()}
+    """Module -> its `imports`."""
+    return {name: imports(name) for name in modules()}

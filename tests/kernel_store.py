@@ -66,12 +66,12 @@ def source_digest(module: str, paths: dict[str, Path] | None = None) -> str:
 
     paths: module below the package -> file; None: those of the tree.
     """
-    paths, graph = paths or import_graph.modules(), import_graph.import_graph()
+    paths = paths or import_graph.modules()
     left, closure = {module.removeprefix("cute_kernels.")}, set()
     while left:
         name = left.pop()
         closure.add(name)
-        left |= graph[name] - closure
+        left |= import_graph.imports(name) - closure
     total = hashlib.sha256()
     add_code(total, {name: paths[name] for name in closure})
     return total.hexdigest()

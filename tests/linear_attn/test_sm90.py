@@ -94,29 +94,27 @@ def test_no_races(name):
 
 
 def test_rows_that_tma_cannot_address_are_copied():
-    case = CASES["K of 128"]
-    o, _ = given(case)
-    wide = torch.zeros(case.rows, case.heads[0], 129, dtype=o.k.dtype)
+    o, _ = given(PACK)
+    wide = torch.zeros(PACK.rows, PACK.heads[0], 65, dtype=o.k.dtype)
     wide[..., 1:] = o.k
     with system.running() as sm90, old_memory():
-        want = forward(sm90, case, o)
-        got = forward(sm90, case, o._replace(k=wide[..., 1:]))
+        want = forward(sm90, PACK, o)
+        got = forward(sm90, PACK, o._replace(k=wide[..., 1:]))
     assert not launch._is_addressable(wide[..., 1:]) and same_bytes(got.out, want.out)
 
 
 def test_states_that_lie_anywhere_are_copied():
-    case = CASES["K of 128"]
-    o, (d_out, d_final) = given(case)
+    o, (d_out, d_final) = given(PACK)
 
     def shifted(t: torch.Tensor) -> torch.Tensor:
         return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
     with system.running() as sm90, old_memory():
-        of = forward(sm90, case, o)
-        want = backward(sm90, case, o, of, (d_out, d_final))
+        of = forward(sm90, PACK, o)
+        want = backward(sm90, PACK, o, of, (d_out, d_final))
         moved = o._replace(initial=shifted(o.initial))
-        assert moved.initial.data_ptr() % 16 and same_bytes(forward(sm90, case, moved).out, of.out)
-        got = backward(sm90, case, moved, of, (d_out, shifted(d_final)))
+        assert moved.initial.data_ptr() % 16 and same_bytes(forward(sm90, PACK, moved).out, of.out)
+        got = backward(sm90, PACK, moved, of, (d_out, shifted(d_final)))
     assert same_bytes(got.q, want.q) and same_bytes(got.initial, want.initial)
 
 
