@@ -113,7 +113,10 @@ def schedule(
         say(f"{chosen.name}: {chosen.slots} slots; times by the model, not measured")
         say(f"walk of {', '.join(report.WALKED)}: {walk}")
         _print_rows(rows)
-        _print_choice(selection, rows)
+        if selection is not None:
+            for line in report.reasons(selection, rows):
+                say(line)
+            say(f"\nTried:\n{selection}")
     _write(plot, compare, save, rows, quiet=as_json)
 
 
@@ -167,14 +170,6 @@ def _print_rows(rows) -> None:
     Console(highlight=False).print(table)
 
 
-def _print_choice(selection: Selection | None, rows) -> None:
-    if selection is None:
-        return
-    for line in report.reasons(selection, rows):
-        say(line)
-    say(f"\nTried:\n{selection}")
-
-
 def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -> None:
     """Write the picture and the schedule: ``_SELECTED``."""
     if plot is None and save is None:
@@ -219,17 +214,13 @@ def _parse_part(text: str, grid: dict) -> BlockMask:
         words = [f":{word}" if i < least else f"[:{word}]" for i, word in enumerate(names)]
         want = name + "".join(words).upper()
         raise ArgumentValueError(expected("--mask", want, text))
-    return make(*values, **grid)
+    return make(**dict(zip(names, values, strict=False)), **grid)
 
 
-def _window(left: str, right: str = "0", **grid) -> BlockMask:
+def _window(left: str, right: str = "0", step: str = "1", **grid) -> BlockMask:
     left, right = _parse_integer("--mask left", left), _parse_integer("--mask right", right)
-    return BlockMask.sliding_window(left=left, right=right, **grid)
-
-
-def _dilated(left: str, step: str, **grid) -> BlockMask:
-    left, step = _parse_integer("--mask left", left), _parse_integer("--mask step", step, 1)
-    return BlockMask.dilated_window(left=left, right=0, dilation=step, **grid)
+    step = _parse_integer("--mask step", step, 1)
+    return BlockMask.dilated_window(left=left, right=right, dilation=step, **grid)
 
 
 def _prefix_lm(prefix: str, **grid) -> BlockMask:
@@ -270,7 +261,7 @@ _MASKS = {
     "full": (BlockMask.full, (), 0),
     "causal": (BlockMask.causal, (), 0),
     "sliding_window": (_window, ("left", "right"), 1),
-    "dilated_window": (_dilated, ("left", "step"), 0),
+    "dilated_window": (_window, ("left", "step"), 0),
     "prefix_lm": (_prefix_lm, ("prefix",), 0),
     "document": (_document, ("count", "seed"), 1),
     "random": (_random, ("share", "seed"), 1),

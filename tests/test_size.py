@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "docs": (59909, ""),
     "perf": (13543, ""),
     "ptxsim": (6335, ""),
-    "schedulers": (5962, ""),
+    "schedulers": (5883, ""),
     "tests": (10401, "mutants of CPU backends are planted as texts"),
     "tests/compile": (2712, ""),
     "tests/demo": (401, ""),

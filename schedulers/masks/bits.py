@@ -113,13 +113,9 @@ def pattern(grid: Grid, heads: tuple[int, int], row: Tensor, col: Tensor) -> Bit
     return Bits(grid, heads, row * grid.num_kv_blocks + col, tile, words)
 
 
-def words_shape(grid: Grid) -> tuple[int, int]:
-    """Rows and int32 words of one stored block."""
-    return grid.tile[0], -(-grid.tile[1] // WORD)
-
-
 def _no_words(grid: Grid, device: torch.device) -> Tensor:
-    return torch.zeros(0, *words_shape(grid), dtype=torch.int32, device=device)
+    words = -(-grid.tile[1] // WORD)
+    return torch.zeros(0, grid.tile[0], words, dtype=torch.int32, device=device)
 
 
 Elements = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

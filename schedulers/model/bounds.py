@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ..order.ranks import BlockGrid, block_grid
-from .machines import Machine, query_heads, resolve
+from ..order.ranks import BlockGrid, block_grid, integer
+from .machines import Machine, resolve
 
 # Blocks of a mask whose bounds are computed at once.
 _AT_ONCE = 1 << 18
@@ -64,7 +64,7 @@ def bound(
     """
     grid = block_grid(block_mask, heads)
     machine, tiles = resolve(machine).for_blocks(grid.block_size)
-    return lower_bound(grid, machine, tiles, query_heads(group))
+    return lower_bound(grid, machine, tiles, integer("group", group))
 
 
 def lower_bound(grid: BlockGrid, machine: Machine, tiles: int, group: int = 1) -> Bound:

@@ -268,10 +268,8 @@ class Case:
         for index, size in enumerate(self.sections):
             race.marks.append(dict(zip(candidates[alive].tolist(), clock.free.copy(), strict=True)))
             clock.section(lists.of(alive, start, size), size)
-            start, remaining_ns = (
-                start + size,
-                remaining_ns - int(self.alone_ns[start : start + size].sum()),
-            )
+            remaining_ns -= int(self.alone_ns[start : start + size].sum())
+            start += size
             sure = -(-(clock.spent_ns() + remaining_ns) // self.machine.slots)
             sure = np.maximum(sure, clock.makespan_ns())
             alive_mask = sure < best_ns if best_ns is not None else np.ones(len(alive), bool)
@@ -346,19 +344,14 @@ class Case:
                 visited = visited[:, :, best :: len(alive)]
                 alive = alive[[best]]
                 clock.keep(np.array([best]))
-            heads += self._visits_of_heads(visited, plans[alive[0]].order, start, size)
+            visited = np.where(visited == self.grid.num_q_blocks, -1, visited).astype(np.int32)
+            masks = self.grid.mask_of[start : start + visited.shape[2]]
+            # Where a column is in launch order.
+            place = np.argsort(plans[alive[0]].order[masks], axis=1)
+            visits = [visited[each, :, index] for index, each in enumerate(place)]
+            heads += visits if len(visits) == size else visits * size
             start += size
         return int(alive[0]), int(clock.makespan_ns()[0]), heads
-
-    def _visits_of_heads(self, visited, order, start: int, size: int) -> list[np.ndarray]:
-        lists = []
-        for index in range(visited.shape[2]):
-            rows = visited[:, :, index]
-            by_column = np.empty(rows.shape, np.int32)
-            empty = rows == self.grid.num_q_blocks
-            by_column[order[self.grid.mask_of[start + index]]] = np.where(empty, -1, rows)
-            lists.append(by_column)
-        return lists if len(lists) == size else lists * size
 
 
 def compose(

@@ -307,7 +307,10 @@ class _Board:
             last = _last(visits)
         shape = (*spot.shape, lanes.stop - lanes.start)
         if shape not in self.views:
-            self.views[shape] = self._views(shape)
+            size = shape[0] * shape[1] * shape[2]
+            turn, computed, late = (buffer[:size].reshape(shape) for buffer in self.buffers)
+            flat = turn.reshape(-1, shape[2])
+            self.views[shape] = _Views(turn, flat, _items(flat), computed, late)
         total, early = self.sums
         if not self.steady:
             total, early = total[place, :, lists], early[place, :, lists]
@@ -327,12 +330,6 @@ class _Board:
         if all_heads:
             self.steps[place] = step
         return step
-
-    def _views(self, shape: tuple[int, int, int]) -> _Views:
-        size = shape[0] * shape[1] * shape[2]
-        turn, computed, late = (buffer[:size].reshape(shape) for buffer in self.buffers)
-        flat = turn.reshape(-1, shape[2])
-        return _Views(turn, flat, _items(flat), computed, late)
 
 
 def _items(rows: np.ndarray) -> np.ndarray:

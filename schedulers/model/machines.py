@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 from cute_kernels.errors import ScheduleError, expected, one_of
 
+from ..order.ranks import integer
+
 TIMES = ("full_ns", "partial_ns", "reduce_ns", "handoff_ns", "tile_start_ns", "tile_end_ns")
 
 
@@ -59,9 +61,7 @@ class Machine:
         least |= dict.fromkeys(("l2_rows", "l2_tiles", "fetch_ns", "fetch_wait_ns"), 0)
         least |= {"full_ns": 1, "partial_ns": 1}
         for name, low in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ScheduleError(expected(f"machine.{name}", f"an int >= {low}", repr(value)))
+            integer(f"machine.{name}", getattr(self, name), least=low)
         tile = self.tile
         if not (isinstance(tile, tuple) and len(tile) == 2 and min(tile) >= 1):
             raise ScheduleError(expected("machine.tile", "(queries, keys) of at least 1", tile))
@@ -190,16 +190,6 @@ TABLE = MappingProxyType(
         "cute_sm90_d256": _OURS_D256,
     }
 )
-
-
-def query_heads(group: int) -> int:
-    """Check ``group``, the query heads that a ticket serves: an int >= 1.
-
-    A ticket walks its list once for each of them, one head after another, on rows (and locks) of
-    that head's own; ranks and the order of visits are the same for all."""
-    if not isinstance(group, int) or isinstance(group, bool) or group < 1:
-        raise ScheduleError(expected("group", "an int >= 1", repr(group)))
-    return group
 
 
 def machine(name: str = "h200_d128", **changes: int) -> Machine:

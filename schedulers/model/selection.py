@@ -16,12 +16,12 @@ from threading import Lock
 import numpy as np
 
 from ..order.kinds import even
-from ..order.ranks import BlockGrid, block_grid, mask_key
+from ..order.ranks import BlockGrid, block_grid, integer, mask_key
 from ..order.safety import check
 from ..order.schedule import Schedule
 from .bounds import Bound, lower_bound
 from .candidates import Case, Plan, Race, compose, named_plans
-from .machines import Machine, query_heads, resolve
+from .machines import Machine, resolve
 from .programs import exact_for
 from .simulation import simulate
 
@@ -107,7 +107,7 @@ def select(
         2
     """
     machine = resolve(machine)
-    key = (mask_key(block_mask), heads, machine, query_heads(group))
+    key = (mask_key(block_mask), heads, machine, integer("group", group))
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)
@@ -151,7 +151,11 @@ def _fastest(case: Case, floor: Bound) -> _Best:
         race = _try_named(best, plans)
         _tails(best, plans, race, min(race.spent, key=race.spent.get))
         if best.over() > CLOSE:
-            _turns(best, plans, race)
+            ahead_ns = None
+            if len(case.sections) > 1:
+                ahead_ns = min(int(mark.sum()) for mark in race.marks[1].values())
+                ahead_ns *= case.machine.tick()
+            _by_turns(best, plans, ahead_ns)
     return best
 
 
@@ -263,10 +267,8 @@ def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
         if not 0 < size < case.grid.heads or best.over() <= NEAR:
             continue
         full_sections = (case.grid.heads - size) // flight
-        heads_left, mark = (
-            case.grid.heads - full_sections * flight,
-            race.marks[full_sections][least],
-        )
+        heads_left = case.grid.heads - full_sections * flight
+        mark = race.marks[full_sections][least]
         times = case.finish(plans, least, mark, heads_left, size, tails)
         for tail, time in zip(tails.tolist(), times.tolist(), strict=True):
             kind = f"{plans[least].kind}, last {size} {plans[tail].kind}"
@@ -274,15 +276,6 @@ def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
             make = partial(_heads, case, plans[least], plans[tail], size)
             best.offer(kind, walk, time, make)
         tails = tails[np.argsort(times, kind="stable")[:TAILS]]
-
-
-def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
-    """Try the launch orders with visits in the order of their turns."""
-    turns_ahead = None
-    if len(best.case.sections) > 1:
-        turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values())
-        turns_ahead *= best.case.machine.tick()
-    _by_turns(best, plans, turns_ahead)
 
 
 def _turns_alone(best: _Best, plans: list[Plan]) -> bool:

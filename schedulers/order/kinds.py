@@ -18,7 +18,7 @@ import torch
 
 from cute_kernels.errors import ScheduleError, expected, one_of
 
-from .ranks import BlockGrid, block_grid, column_order, ranks
+from .ranks import BlockGrid, block_grid, column_order, integer, ranks
 from .schedule import Schedule
 
 WALKS = ("ascending", "descending", "by_rank", "cyclic", "partial_then_full")
@@ -119,10 +119,7 @@ def shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
         2
     """
     grid = block_grid(block_mask, heads)
-    rows, columns = grid.num_q_blocks, grid.num_kv_blocks
-    time = _cyclic(rows, columns)
-    order = np.arange(columns)[None]
-    return build(grid, order, _by_time(time), time, heads_in_flight, "shift")
+    return _by_time(grid, _cyclic(grid.num_q_blocks, grid.num_kv_blocks), heads_in_flight, "shift")
 
 
 def symmetric_shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
@@ -148,8 +145,7 @@ def symmetric_shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
     left_half = np.where(row >= shared, around, above)
     down = rows - first[::-1] + rows - 1 - row
     time = np.where(column < half, left_half, down)
-    order = np.arange(columns)[None]
-    return build(grid, order, _by_time(time), time, heads_in_flight, "symmetric_shift")
+    return _by_time(grid, time, heads_in_flight, "symmetric_shift")
 
 
 KINDS = {
@@ -180,10 +176,13 @@ def build(
 
     The orders are permutations already; what a caller gave goes through ``column_order`` first.
     """
-    if not isinstance(heads_in_flight, int) or heads_in_flight < 1:
-        raise ScheduleError(expected("heads_in_flight", "an int >= 1", repr(heads_in_flight)))
+    integer("heads_in_flight", heads_in_flight)
     write = order if write_order is None else write_order
-    set_of_head, sets = _list_sets(grid, order, write)
+    # Heads of one mask and order share lists: the set of each head, and a head of each set.
+    facts = [grid.mask_of[:, None], *(part for part in (order, write) if len(part) > 1)]
+    _, sets, set_of_head = np.unique(
+        np.concatenate(facts, axis=1), axis=0, return_index=True, return_inverse=True
+    )
     masks = torch.from_numpy(grid.mask_of[sets]).to(grid.blocks.device)
     blocks = grid.blocks.index_select(0, masks)
     write = write[sets] if len(write) > 1 else write
@@ -194,7 +193,7 @@ def build(
         Entries.of(host).visits(walk, rank_table),
         rank_table,
         launch(order, even(grid.heads, heads_in_flight)),
-        set_of_head,
+        set_of_head.reshape(-1),
         block_size=grid.block_size,
         heads_in_flight=min(heads_in_flight, grid.heads),
         name=name,
@@ -249,28 +248,20 @@ class Entries:
             last = np.maximum(0, count[..., None] - 1 - np.arange(listed.shape[2]))
             out = np.where(listed, np.take_along_axis(out, last, 2), -1) if out.size else out
         elif not (isinstance(walk, str) and walk == "ascending"):
-            out[listed] = self._sorted(walk_key(self.blocks, walk, place))
+            # Each column in the order of its keys, equal ones ascending.
+            masks, rows, columns = self.blocks.shape
+            keys = np.broadcast_to(_walk_key(self.blocks, walk, place), (masks, columns, rows))
+            column = np.repeat(np.arange(count.size), count.reshape(-1))
+            key_of = keys.reshape(masks * columns, rows)[column, self.row]
+            out[listed] = self.row[np.lexsort((key_of, column))]
         return out
 
-    def _sorted(self, key: np.ndarray) -> np.ndarray:
-        """Return ``row`` with each column in the order of its keys, which broadcast to [S, N, M];
-        equal ones ascending."""
-        masks, rows, columns = self.blocks.shape
-        keys = np.broadcast_to(key, (masks, columns, rows))
-        column = np.repeat(np.arange(self.count.size), self.count.reshape(-1))
-        key_of = keys.reshape(masks * columns, rows)[column, self.row]
-        return self.row[np.lexsort((key_of, column))]
 
-
-def walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
+def _walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
     """Return visit keys, least first, that broadcast to [S, N, M]."""
     rows, columns = blocks.shape[1:]
     row = np.arange(rows, dtype=np.int32)
     if isinstance(walk, str):
-        if walk == "ascending":
-            return row
-        if walk == "descending":
-            return row[::-1]
         if walk == "cyclic":
             return _cyclic(rows, columns)
         if walk == "by_rank":
@@ -336,22 +327,13 @@ def assemble(
     )
 
 
-def _list_sets(grid: BlockGrid, order: np.ndarray, write: np.ndarray):
-    """Return (set of each head, a head of each set): heads of one mask and order share lists."""
-    facts = [grid.mask_of[:, None]]
-    facts += [part for part in (order, write) if len(part) > 1]
-    _, sets, set_of_head = np.unique(
-        np.concatenate(facts, axis=1), axis=0, return_index=True, return_inverse=True
-    )
-    return set_of_head.reshape(-1), sets
-
-
 def _cyclic(rows: int, columns: int) -> np.ndarray:
     """Return [N, M], steps from a column's own row n M / N, downwards and round."""
     column, row = np.arange(columns)[:, None], np.arange(rows)[None, :]
     return (row - column * rows // max(1, columns)) % max(1, rows)
 
 
-def _by_time(time: np.ndarray) -> np.ndarray:
-    """Return [1, M, N], the columns of each row by time [N, M], ties left to right."""
-    return np.argsort(time.T, axis=1, kind="stable")[None]
+def _by_time(grid: BlockGrid, time: np.ndarray, heads_in_flight: int, name: str) -> Schedule:
+    """Schedule visits by time [N, M], and so the writers of each row, ties left to right."""
+    order, write = np.arange(grid.num_kv_blocks)[None], np.argsort(time.T, axis=1, kind="stable")
+    return build(grid, order, write[None], time, heads_in_flight, name)

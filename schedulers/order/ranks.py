@@ -46,6 +46,13 @@ class BlockGrid:
         return self.blocks.cpu().numpy()
 
 
+def integer(name: str, value: object, least: int = 1) -> int:
+    """Check for an int of at least ``least``; a bool is refused."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ScheduleError(expected(name, f"an int >= {least}", repr(value)))
+    return value
+
+
 def block_grid(block_mask: object, heads: int | None) -> BlockGrid:
     """Make a grid of a ``BlockMask`` or of blocks uint8 [M, N], [G, M, N] or [B, H, M, N].
 
@@ -86,10 +93,7 @@ def mask_key(block_mask: object) -> str:
 def _groups(batch: int, mask_heads: int, heads: int | None) -> np.ndarray:
     """Return the mask of each (batch, head) pair, int32 [heads]."""
     masks = batch * mask_heads
-    if heads is None:
-        heads = masks
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
-        raise ScheduleError(expected("heads", "an int >= 1", repr(heads)))
+    heads = integer("heads", masks if heads is None else heads)
     if masks == 0 or heads % masks:
         want = f"a multiple of the mask's {batch} x {mask_heads} (batch, head) pairs"
         raise ScheduleError(expected("heads", want, heads))

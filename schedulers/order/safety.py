@@ -28,8 +28,7 @@ import numpy as np
 
 from cute_kernels.errors import ScheduleError, expected
 
-from ..model.machines import query_heads
-from .ranks import block_grid
+from .ranks import block_grid, integer
 from .schedule import Schedule
 
 #: Flags for each value at most, to see repeats without sorting.
@@ -66,7 +65,7 @@ def check(schedule: Schedule, block_mask: object = None, *, group: int = 1) -> S
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(expected("schedule", "a Schedule", type(schedule).__name__))
-    group = query_heads(group)
+    integer("group", group)
     _check_launches(schedule)
     _check_rows(schedule)
     if block_mask is not None:
@@ -84,12 +83,8 @@ def admit(
 ) -> Safety:
     """Run ``check``; raise ScheduleError unless the schedule is any_residency or needs no more than
     ``allow_residency`` CTAs, which the caller promises to be resident at once."""
-    if allow_residency is not None and (
-        not isinstance(allow_residency, int)
-        or isinstance(allow_residency, bool)
-        or allow_residency < 1
-    ):
-        raise ScheduleError(expected("allow_residency", "an int >= 1", repr(allow_residency)))
+    if allow_residency is not None:
+        integer("allow_residency", allow_residency)
     safety = check(schedule, block_mask, group=group)
     if not safety.any_residency and (allow_residency or 1) < safety.residents:
         want = f"at least {safety.residents}, which schedule {schedule.name!r} needs"

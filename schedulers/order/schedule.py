@@ -25,6 +25,7 @@ import torch
 from cute_kernels.errors import ScheduleError, expected
 
 from .. import handles
+from .ranks import integer
 
 FORMAT = "cute_kernels.Schedule 1"
 ARRAYS = {
@@ -131,10 +132,7 @@ class Schedule:
 
     def __post_init__(self):
         for name in _SIZES:
-            least = 1 if name == "heads" else 0
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ScheduleError(expected(name, f"an int >= {least}", repr(value)))
+            integer(name, getattr(self, name), least=1 if name == "heads" else 0)
         for name, (dtype, rank) in ARRAYS.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != rank:

@@ -60,8 +60,11 @@ def gantt(
         if bound_ns is not None:
             axis.axvline(bound_ns / 1e3, color=INK, lw=1, ls=(0, (4, 3)))
     _label_edges(axes, len(panels), columns, "slot")
-    _legend(figure, _launch_key(colours, bound_ns))
-    _save(figure, path)
+    items = [*_head_key(colours), _patch(facecolor=WAIT, lw=0, label="waiting for a turn")]
+    if bound_ns is not None:
+        label = f"lower bound, {time_text(bound_ns)}"
+        items.append(_line(lw=1, ls=(0, (4, 3)), label=label))
+    _save(figure, items, path)
 
 
 def steps(
@@ -92,10 +95,20 @@ def steps(
     for axis, (title, simulation) in zip(axes, times.items(), strict=False):
         _visits(axis, panels[title], simulation, colours)
         _decorate(axis, title, facts(simulation), used, end)
-        _name_columns(axis, simulation)
+        slots = simulation.slot.tolist()
+        if len(set(slots)) == len(slots):
+            # Each slot has one key block: its name.
+            names = dict(sorted(zip(slots, simulation.order[:, 1].tolist(), strict=True)))
+            axis.set_yticks(list(names), [f"slot {s}: kv block {n}" for s, n in names.items()])
     _label_edges(axes, len(panels), columns, "")
-    _legend(figure, _steps_key(colours))
-    _save(figure, path)
+    items = [
+        *(_head_key(colours) if heads > 1 else []),
+        _patch(facecolor=colours[0], label="compute (of that query block)"),
+        _patch(facecolor=colours[0], alpha=_PALE, label="add to dQ"),
+        _patch(label="wait", **HATCH),
+        _line(lw=0.9, marker=">", ms=4, label="handoff"),
+    ]
+    _save(figure, items, path)
 
 
 def head_colours(heads: int) -> list[str]:
@@ -268,14 +281,6 @@ def _decorate(axis, title: str, below: str, slots: int, end_ns: int) -> None:
         axis.set_yticks(range(slots))
 
 
-def _name_columns(axis, simulation: Simulation) -> None:
-    """Label slots with their key block, if no slot has two."""
-    slots = simulation.slot.tolist()
-    if len(set(slots)) == len(slots):
-        names = dict(zip(slots, simulation.order[:, 1].tolist(), strict=True))
-        axis.set_yticks(sorted(names), [f"slot {s}: kv block {names[s]}" for s in sorted(names)])
-
-
 def _label_edges(axes, count: int, columns: int, name: str) -> None:
     for axis in axes[count:]:
         axis.set_visible(False)
@@ -286,50 +291,33 @@ def _label_edges(axes, count: int, columns: int, name: str) -> None:
         axis.set_ylabel(name if index % columns == 0 else "", size=9, color=INK)
 
 
-def _launch_key(colours: list[str], bound_ns: int | None) -> list:
-    from matplotlib.lines import Line2D
+def _patch(**look):
     from matplotlib.patches import Patch
 
-    items = [*_head_key(colours), Patch(facecolor=WAIT, lw=0, label="waiting for a turn")]
-    if bound_ns is not None:
-        label = f"lower bound, {time_text(bound_ns)}"
-        items.append(Line2D([], [], color=INK, lw=1, ls=(0, (4, 3)), label=label))
-    return items
+    return Patch(**look)
 
 
-def _steps_key(colours: list[str]) -> list:
+def _line(**look):
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    heads = _head_key(colours) if len(colours) > 1 else []
-    return [
-        *heads,
-        Patch(facecolor=colours[0], label="compute (of that query block)"),
-        Patch(facecolor=colours[0], alpha=_PALE, label="add to dQ"),
-        Patch(label="wait", **HATCH),
-        Line2D([], [], color=INK, lw=0.9, marker=">", ms=4, label="handoff"),
-    ]
+    return Line2D([], [], color=INK, **look)
 
 
 def _head_key(colours: list[str]) -> list:
-    from matplotlib.patches import Patch
-
     last = len(colours) - 1
     fits_palette = len(colours) <= len(HEAD_COLOURS)
     heads = range(last + 1) if fits_palette else sorted({0, last // 3, 2 * last // 3, last})
-    return [Patch(facecolor=colours[head], label=f"head {head}") for head in heads]
+    return [_patch(facecolor=colours[head], label=f"head {head}") for head in heads]
 
 
-def _legend(figure, items: list) -> None:
+def _save(figure, items: list, path: Path) -> None:
+    """Write a figure with a legend of ``items``, the same bytes on every call."""
+    from matplotlib import rc_context
+
     columns = min(len(items), int(figure.get_figwidth() / 1.2))
     options = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.4}
     look = {"frameon": False, "fontsize": 9, "labelcolor": INK, "handlelength": 1.8}
     figure.legend(handles=items, **options, **look)
-
-
-def _save(figure, path: Path) -> None:
-    from matplotlib import rc_context
-
     stamp = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
     with rc_context({"svg.hashsalt": "cute_kernels"}):
         figure.savefig(path, dpi=_DPI, metadata=stamp[path.suffix.lower()])

@@ -5,7 +5,7 @@ The rows behind ``python -m cute_kernels.schedulers`` and the pictures and table
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -96,11 +96,15 @@ def evaluate(
         schedule = KINDS[kind](block_mask, **options)
         walk = walk if kind in WALKED else "own"
     safety = check(schedule)
-    row = Row(kind, walk, schedule.heads_in_flight, schedule, safety, floor, None)
-    reason = _untimed(row, machine)
-    return (
-        replace(row, why=reason) if reason else replace(row, simulation=simulate(schedule, machine))
-    )
+    visits = int(np.diff(schedule.offset)[schedule.list_of_ticket].sum())
+    simulation, why = None, ""
+    if safety.residents > machine.slots:
+        why = f"more than {machine.slots}"
+    elif not safety.any_residency and visits > MAX_STEPPED:
+        why = f"not timed: {visits:,} visits"
+    else:
+        simulation = simulate(schedule, machine)
+    return Row(kind, walk, schedule.heads_in_flight, schedule, safety, floor, simulation, why)
 
 
 def compare(
@@ -191,13 +195,3 @@ _BINDING = {
     "chain_ns": "the longest chain of writers of one row",
     "launch_ns": "the last writer's turn of the first ticket",
 }
-
-
-def _untimed(row: Row, machine: Machine) -> str:
-    """Return why a schedule is not timed, or an empty string."""
-    if row.safety.residents > machine.slots:
-        return f"more than {machine.slots}"
-    visits = int(np.diff(row.schedule.offset)[row.schedule.list_of_ticket].sum())
-    if not row.safety.any_residency and visits > MAX_STEPPED:
-        return f"not timed: {visits:,} visits"
-    return ""
