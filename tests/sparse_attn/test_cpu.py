@@ -65,10 +65,6 @@ def test_a_block_that_a_row_does_not_touch():
     assert untouched() == 3
 
 
-def test_fresh_process():
-    contract.check_fresh_process(rows_op(), 70, SEED, f"{__name__}:rows_op")
-
-
 def test_the_same_elements_have_the_same_bits():
     same_elements_have_the_same_bits()
 
@@ -100,83 +96,6 @@ def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
             rows_op().run(torch.randn(4, 128).bfloat16())
     finally:
         cpu._prove_row_position.cache_clear()
-
-
-def attend_with(greatest):
-    """A step that adds to every row, with another greatest score.
-
-    With its own, a NaN in V reaches rows that do not see it: untouched rows are added to.
-    """
-
-    def attend(state, queries, keys, values, allowed, scale, softcap, dtype):
-        top, total, acc = state
-        scores = torch.where(allowed, cpu._scores(queries, keys, scale, softcap)[0], -math.inf)
-        above = torch.maximum(top, greatest(scores))
-        base = torch.where(above == -math.inf, 0.0, above)
-        p, shrink = torch.exp2(scores - base), torch.exp2(top - base)
-        part = torch.mm(cpu._through(p, dtype), values)
-        return above, total * shrink + p.sum(dim=1, keepdim=True), acc * shrink + part
-
-    return attend
-
-
-def full_blocks_first(mask, batch, heads):
-    """Partial blocks after the full ones, as kernels with two lists walk them."""
-    lists = true_lists(mask, batch, heads)
-    return [[[sorted(v, key=lambda e: e[0] & 1) for v in h] for h in b] for b in lists]
-
-
-def from_the_diagonal(mask, batch, heads):
-    """Key blocks from the query block's own one downwards, then upwards."""
-    lists = true_lists(mask, batch, heads)
-    return [
-        [
-            [sorted(v, key=lambda e: ((e[0] >> 1) > m, -(e[0] >> 1))) for m, v in enumerate(h)]
-            for h in b
-        ]
-        for b in lists
-    ]
-
-
-def rows_by_content(queries, keys, scale, softcap):
-    """The order of summation over D depends on another row."""
-    if float(queries[0, 0]) > 0:
-        queries, keys = queries.flip(1), keys.flip(1)
-    return true_scores(queries, keys, scale, softcap)
-
-
-true_lists, true_scores = cpu._lists, cpu._scores
-MUTANTS = {
-    "one maximum for the block": (
-        *("_attend", attend_with(lambda scores: scores.amax().expand(128, 1))),
-        lambda: battery(sequence_op("causal"), sequence()),
-    ),
-    "untouched rows are added to": (
-        *("_attend", attend_with(lambda scores: scores.amax(dim=1, keepdim=True))),
-        untouched,
-    ),
-    "full blocks first": (
-        *("_lists", full_blocks_first),
-        lambda: battery(sequence_op("causal documents"), sequence()),
-    ),
-    "from the diagonal": (
-        *("_lists", from_the_diagonal),
-        lambda: battery(sequence_op("causal"), sequence()),
-    ),
-    "an order that follows a neighbour": (
-        *("_scores", rows_by_content),
-        lambda: battery(sequence_op("causal"), sequence()),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_killed(name, monkeypatch):
-    target, mutant, check = MUTANTS[name]
-    cpu._prove_row_position(64, False, torch.get_num_threads())
-    monkeypatch.setattr(cpu, target, mutant)
-    with pytest.raises(ContractViolation):
-        check()
 
 
 def test_blocks_that_begin_with_the_chunk_are_killed():

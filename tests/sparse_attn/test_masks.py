@@ -16,7 +16,7 @@ from cute_kernels.schedulers.masks.bits import unpack
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import masks
-from tests.contract import same_bytes
+from tests.anchors import planted
 from tests.sparse_attn import cases
 
 SIZES = ((300, 300), (129, 383), (383, 129), (1, 1), (2, 200), (128, 256), (65, 64))
@@ -159,76 +159,14 @@ def test_tiles_of_a_schedule(kind, shared, lists):
     assert sets == {0} if lists == "per mask" else max(sets) >= 0
 
 
-#: What is changed in ``order_of``'s ingredients.
-WRONG_TILES = {
-    "the mask of every list is the first": {
-        "_mask_of_list": lambda low, schedule: (0,) * schedule.num_lists,
-    },
-    "the mask of the next list": {
-        "_mask_of_list": lambda low, schedule: tuple(np.roll(range(schedule.num_lists), 1)),
-    },
-    "masks by head first": {
-        "group_of_heads": lambda batches, heads, total: torch.arange(total) % (batches * heads),
-    },
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TILES)
-def test_tiles_of_other_masks_are_seen(monkeypatch, name):
-    mask = next(m for m in drawn("by batch and head") if min(m.q_len, m.kv_len) > 128)
-    lists = "per mask"
-    if name == "masks by head first":
-        mask, lists = BlockMask.from_dense(mask.to_dense()[:, :1]), "per head"
-    low = masks.lower(mask)
-    allowed = mask.to_dense().expand(2, 3, -1, -1)
-    schedule = scheduled(low, 2, 3, lists)
-    assert_tiles(low, schedule, masks.order_of(low, schedule), allowed)
-    for where, what in WRONG_TILES[name].items():
-        monkeypatch.setattr(masks, where, what)
-    with pytest.raises(AssertionError):
-        assert_tiles(low, schedule, masks.order_of(low, schedule), allowed)
-
-
-def test_the_table_of_tiles_is_the_lists():
-    """``block_tile`` against ``kv_tile``, block by block; no other form has one."""
-    for mask in (m for kind in KINDS for m in drawn(kind)):
-        low = masks.lower(mask)
-        if low.form != "bits":
-            assert low.block_tile is None
-            continue
-        rows, columns = -(-low.q_len // 128), -(-low.kv_len // 128)
-        want = torch.full((*mask.shape, rows, columns), -1, dtype=torch.int32)
-        for position in torch.cartesian_prod(*map(torch.arange, low.kv_count.shape)).tolist():
-            for i in range(int(low.kv_count[tuple(position)])):
-                entry, tile = low.kv_entry[(*position, i)], low.kv_tile[(*position, i)]
-                want[(*position, int(entry) >> 1)] = tile
-        assert same_bytes(low.block_tile, want)
-
-
 def test_an_order_waits_for_nothing():
     """On the meta device nothing can be read back: the one way is up, in one copy."""
     for kind, lists, most in (("causal", "per mask", 1), *((k, "per mask", 1) for k in BITS[:3])):
-        check_that_nothing_is_read(masks.order_of, drawn(kind)[0], lists, most)
-    check_that_nothing_is_read(masks.order_of, drawn("dense")[0], "per head", 1)
-
-    def that_reads(low, schedule):
-        int(low.kv_count.max())
-        return masks.order_of(low, schedule)
-
-    def that_counts(low, schedule):
-        order = masks.order_of(low, schedule)
-        return order._replace(tile=order.tile[order.tile >= 0])
-
-    def that_copies(low, schedule):
-        order = masks.order_of(low, schedule)
-        return order._replace(entry=torch.zeros(order.entry.shape, dtype=torch.int32).to("meta"))
-
-    for wrong in (that_reads, that_counts, that_copies):
-        with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
-            check_that_nothing_is_read(wrong, drawn("dense")[0], "per mask", 1)
+        check_that_nothing_is_read(drawn(kind)[0], lists, most)
+    check_that_nothing_is_read(drawn("dense")[0], "per head", 1)
 
 
-def check_that_nothing_is_read(order_of, mask, lists: str, copies: int) -> None:
+def check_that_nothing_is_read(mask, lists: str, copies: int) -> None:
     """``order_of`` of a mask whose tensors have no elements copies ``copies`` times, upwards."""
     low = masks.lower(mask)
     schedule, copied = scheduled(low, 2, 3, lists), []
@@ -241,7 +179,7 @@ def check_that_nothing_is_read(order_of, mask, lists: str, copies: int) -> None:
             return op(*args, **kwargs or {})
 
     with Copies():
-        out = order_of(replace(low, **away), schedule)
+        out = masks.order_of(replace(low, **away), schedule)
     assert len(copied) == copies and all(t.is_meta for t in out)
     want = masks.order_of(low, schedule)
     assert [(t.shape, t.dtype) for t in out] == [(t.shape, t.dtype) for t in want]
@@ -277,32 +215,36 @@ def test_an_order_without_entries():
     assert_tiles(low, schedule, order, some)
 
 
-MUTANTS = {
-    "tiles by column": lambda low: {"kv_tile": low.kv_tile.flip(3)},
-    "flags swapped": lambda low: {"kv_entry": low.kv_entry ^ 1},
-    "words of the next tile": lambda low: {"words": low.words.roll(1, 0)},
-    "one key to the left": lambda low: {"words": low.words >> 1},
-    "a block forgotten": lambda low: {"kv_count": (low.kv_count - 1).clamp(min=0)},
+WORDS, DEVICE = "_whole_tiles(bits.words)", "    device = lowered.words.device\n"
+LIST, TILES = "return tuple(of_list.tolist())", "lowered.block_tile.view(-1).index_select(0, place)"
+COUNT = "mask.kv_count.clone(memory_format=torch.contiguous_format)"
+#: The check that sees it, with its arguments -> what: (old text, new text).
+TABLES: dict[tuple, dict[str, tuple[str, str]]] = {
+    (test_both_sides_are_the_mask, "dense"): {
+        "tiles by column": ("tiles[0].contiguous()", "tiles[0].flip(3)"),
+        "flags swapped": ("(~full).int()", "full.int()"),
+        "words of the next tile": (WORDS, f"{WORDS}.roll(1, 0)"),
+        "one key to the left": (WORDS, f"{WORDS} >> 1"),
+        "a block forgotten": (COUNT, "mask.kv_count - 1"),
+    },
+    (test_tiles_of_a_schedule, "per mask", False, "by batch and head"): {
+        "the mask of every list is the first": (LIST, "return (0,) * schedule.num_lists"),
+        "the mask of the next list": (LIST, "return tuple(np.roll(of_list, 1).tolist())"),
+        "tiles of other blocks": (TILES, f"{TILES}.flip(0)"),
+    },
+    (test_tiles_of_a_schedule, "per head", False, "document"): {
+        "masks by head first": ("if heads == 1 else", "if heads == 0 else"),
+    },
+    (test_an_order_waits_for_nothing,): {
+        "an order that reads": (DEVICE, f"{DEVICE}    int(lowered.kv_count.max())\n"),
+        "an order that copies": (TILES, f'torch.zeros({TILES}.shape, device="cpu").to("meta")'),
+    },
 }
+MUTANTS = {name: (*key, edit) for key, edits in TABLES.items() for name, edit in edits.items()}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_wrong_tensors_are_seen(name):
-    """Control of ``elements``: it reads each of the tensors."""
-    mask = BlockMask.causal(300, 300) & BlockMask.from_dense(
-        torch.rand(300, 300, generator=torch.Generator().manual_seed(2)) < 0.6
-    )
-    low = masks.lower(mask)
-    assert low.form == "bits"
-    values = {field: getattr(low, field) for field in low.__dataclass_fields__}
-    wrong = masks.LoweredMask(**(values | MUTANTS[name](low)))
-    assert not says(wrong, mask)
-    assert says(low, mask)
-
-
-def says(low: masks.LoweredMask, mask: BlockMask) -> bool:
-    """Whether the lists are well formed and say what the mask says."""
-    try:
-        return torch.equal(elements(low, "kv"), mask.to_dense())
-    except AssertionError:
-        return False
+def test_mutants_are_killed(name):
+    check, *arguments, edit = MUTANTS[name]
+    with planted(masks, edit), pytest.raises((AssertionError, RuntimeError)):
+        check(*arguments[::-1])

@@ -5,7 +5,6 @@ Forward, lse and gradients; ranges at own positions, and the mutants that this k
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, config, lowering
+from cute_kernels.sparse_attn import api, config
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
 from cute_kernels.sparse_attn.kv_ranges import ranges
@@ -82,99 +81,6 @@ def test_a_static_cache():
         spans = api.kv_ranges(None, None, torch.tensor(first), 0, (1, last - first, S + 90))
         got = api.sequence_attention(q[:, first:last], k, v, spans)
         assert same_bytes(got, want[:, first:last])
-
-
-def _with_mask_of(run, shift):
-    """A run of another shift, its mask moved along."""
-    first, end = (getattr(run.lowered.mask.rule, name, None) for name in ("first", "end"))
-    if first is None:
-        dense = run.lowered.mask.to_dense()[0, 0]
-        first, end = dense.int().argmax(1)[None], None
-        end = first + dense.sum(1)[None]
-    moved = [(t - run.shift + shift).to(torch.int32) for t in (first, end)]
-    sizes = run.lowered.q_len, run.lowered.kv_len - run.shift + shift
-    mask = BlockMask.from_rule(Spans(*moved), *sizes)
-    return run._replace(shift=shift, lowered=lowering.lower(mask))
-
-
-def _padding_left_in_place(true, seen, padding, *rest):
-    """Positions are columns."""
-    size = padding.shape[1]
-    dense = padding[:, None, None] & torch.ones(size, size, dtype=torch.bool).tril()
-    table = true(api.seen_columns(dense), padding, *rest)
-    table[..., :2] = 0
-    return table
-
-
-def _queries_of_padding(true, *operands):
-    """Padding behind a sequence queries it; the schedule of its gradients follows."""
-    table = true(*operands)
-    table[:, :, S:, 3] = S
-    return table
-
-
-def _one_more_key(true, offsets, left, right):
-    """A sequence sees the first key of the next one."""
-    spans = true(offsets, left, right)
-    spans[..., 3] = (spans[..., 3] + 1).clamp(max=int(offsets[-1]))
-    return spans
-
-
-def _positions_in_the_pack(true, offsets, left, right):
-    """Keys are in the blocks of the pack."""
-    spans = true(offsets, left, right)
-    spans[..., 0] = 0
-    return spans
-
-
-def drops_oldest():
-    test_a_cache_that_drops_its_oldest_keys(200, 1, 64)
-
-
-def varlen_batch():
-    """Sequences alone are no varlen batches."""
-    lengths, rule = [130, 61, 300], (False, (40, 9))
-    assert varlen_differences(pack_cases.drawn(sum(lengths)), lengths, *rule) == []
-
-
-#: Name -> (a function of `ranges`, what stands in its place, a check that then fails).
-MUTANTS = {
-    "a dropped key's position does not count": (
-        *("runs_of", lambda true, *a: [_with_mask_of(run, 0) for run in true(*a)]),
-        drops_oldest,
-    ),
-    "a dropped key's position counts wrong": (
-        *("runs_of", lambda true, *a: [_with_mask_of(run, 64) for run in true(*a)]),
-        drops_oldest,
-    ),
-    "padding left in place": (
-        *("kv_ranges", _padding_left_in_place),
-        lambda: test_padding_on_either_side(20, 64),
-    ),
-    "queries of padding": (
-        *("kv_ranges", _queries_of_padding),
-        lambda: test_padding_on_either_side(128, 64),
-    ),
-    "a pack is one sequence": (
-        *("_starts", lambda true, first, end: np.zeros_like(first)),
-        lambda: test_packs(60, None, 64),
-    ),
-    "a key of the next sequence": ("of_varlen", _one_more_key, varlen_batch),
-    "positions in the batch": ("of_varlen", _positions_in_the_pack, varlen_batch),
-    "a window of one less": (
-        *("of_varlen", lambda true, offsets, left, right: true(offsets, left - 1, right)),
-        varlen_batch,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_killed(monkeypatch, name):
-    target, mutant, check = MUTANTS[name]
-    check()
-    monkeypatch.setattr(ranges, target, functools.partial(mutant, getattr(ranges, target)))
-    with pytest.raises(AssertionError):
-        check()
 
 
 # ---- ranges --------------------------------------------------------------------------------------
