@@ -39,11 +39,6 @@ def exact(
     return values, bounds
 
 
-def exact_of(x: cases.Inputs, allowed: torch.Tensor, softcap: float) -> tuple[torch.Tensor, ...]:
-    """Reference in float64, by autograd: out, lse, dq, dk, dv."""
-    return exact(x.leaves(), allowed, x.dout, x.dlse, reference.Scores(softcap=softcap))[0]
-
-
 def attended(
     x: cases.Inputs, mask=None, sinks=None, with_lse=True, device="cpu", **options
 ) -> list:
@@ -59,10 +54,10 @@ def attended(
     return [t.detach().cpu() for t in (*out, *grads)]
 
 
-def ours_of(x: cases.Inputs, case: cases.Case) -> list[torch.Tensor]:
-    """Results of the CPU backend: out, lse, dq, dk, dv."""
+def ours_of(x: cases.Inputs, case: cases.Case, device: str = "cpu") -> list[torch.Tensor]:
+    """Results of the op: out, lse, dq, dk, dv."""
     options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
-    return attended(x, case.mask, **options)
+    return attended(x, case.mask, device=device, **options)
 
 
 def excess(got, values, bounds) -> dict[str, float]:
@@ -75,10 +70,10 @@ def excess(got, values, bounds) -> dict[str, float]:
     return out
 
 
-def checked(case: cases.Case) -> dict[str, float]:
+def checked(case: cases.Case, device: str = "cpu") -> dict[str, float]:
     x = cases.inputs_of(case)
     allowed, scores = case.allowed(), reference.Scores(softcap=case.softcap)
-    got = ours_of(x, case)
+    got = ours_of(x, case, device)
     values, bounds = exact(x.leaves(), allowed, x.dout, x.dlse, scores)
     # Empty rows are exact: no bound hides a wrong zero.
     empty = ~allowed.expand(*got[1].shape, case.kv_len).any(-1)

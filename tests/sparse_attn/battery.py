@@ -148,28 +148,29 @@ def check_untouched(op: SequenceOp, x: Tensors, rows: slice, keys: slice) -> int
     return len(fills)
 
 
+def _placed(t: torch.Tensor, cut: Callable, *more: int) -> torch.Tensor:
+    """The values in part of a tensor that is larger by ``more``, NaN around them."""
+    shape = (size + extra for size, extra in zip(t.shape, more, strict=True))
+    return cut(torch.full((*shape,), math.nan, dtype=t.dtype)).copy_(t)
+
+
+#: Heads before tokens, odd strides, offsets of one element.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "BHSD": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "SBHD": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "D first": lambda t: t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    "row stride + 1": lambda t: _placed(t, lambda u: u[..., :-1], 0, 0, 0, 1),
+    "offset by 1": lambda t: _placed(t, lambda u: u[..., 1:], 0, 0, 0, 1),
+    "every other token": lambda t: _placed(t, lambda u: u[:, ::2], 0, t.shape[1], 0, 0),
+}
+
+
 def check_layout(op: SequenceOp, x: Tensors) -> int:
-    """Heads before tokens, odd strides, offsets of one element, expanded heads."""
+    """Each of `LAYOUTS`."""
     want = op(*x)
-
-    def placed(t: torch.Tensor, cut: Callable, *shape: int) -> torch.Tensor:
-        view = cut(torch.full(shape, math.nan, dtype=t.dtype))
-        return view.copy_(t)
-
-    b, s = x[0].shape[:2]
-    layouts = {
-        "BHSD": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-        "SBHD": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-        "D first": lambda t: t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
-        "row stride + 1": lambda t: placed(
-            t, lambda u: u[..., : t.shape[3]], *t.shape[:3], t.shape[3] + 1
-        ),
-        "offset by 1": lambda t: placed(t, lambda u: u[..., 1:], *t.shape[:3], t.shape[3] + 1),
-        "every other token": lambda t: placed(t, lambda u: u[:, ::2], b, 2 * s, *t.shape[2:]),
-    }
-    for label, view in layouts.items():
-        op.same(op(*(view(t) for t in x)), want, "layout", label)
-    return len(layouts)
+    for label, view in LAYOUTS.items():
+        op.same(op(*map(view, x)), want, "layout", label)
+    return len(LAYOUTS)
 
 
 # ---- masks and cuts ---------------------------------------------------------------------------

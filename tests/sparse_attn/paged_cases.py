@@ -82,6 +82,17 @@ class Batch:
         return slice(int(self.cu_seqlens_q[n]), int(self.cu_seqlens_q[n + 1]))
 
 
+def on_card(batch: Batch) -> Batch:
+    """The batch on the GPU."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, list):
+            return [moved(t) for t in value]
+        return value.cuda() if isinstance(value, Tensor) else value
+
+    return batch.changed(**{name: moved(value) for name, value in vars(batch).items()})
+
+
 def by_key(layout: str, *caches: Tensor) -> list[Tensor]:
     """Views [pages, page size, heads, head size] of caches of a layout, or back."""
     return [t.transpose(1, 2) if layout == "HND" else t for t in caches]

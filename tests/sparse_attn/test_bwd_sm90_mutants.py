@@ -105,11 +105,11 @@ def survives(kernel, group: str) -> bool:
 
 _FENCE = 'cute.arch.fence_proxy("async.shared", space="cta")\n'
 _DEEP, _IN, _FLAT = 16 * " ", 12 * " ", 8 * " "
-_SEEN = 'seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")\n'
-_RELEASE = (
+SEEN = 'seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")\n'
+RELEASE = (
     'cute.arch.red(semaphore, cutlass.Int32(1), op="add", dtype="s32", sem="release", scope="gpu")'
 )
-_LOOP = f"    while seen != rank:\n        {_SEEN}"
+LOOP = f"    while seen != rank:\n        {SEEN}"
 _FAR, _OWN = 20 * " ", "self.meet_own(consumer)\n"
 _WAIT_0, _WAIT_1 = (f"warpgroup.wait_group({n})\n" for n in range(2))
 _ARRIVE = "mbarrier_arrive(barriers.dq_full + buffer)"
@@ -149,10 +149,10 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
             'add its own."""\n',
         ),
         "landing is a read": ("128", "wait_group(0, read=False)", "wait_group(0, read=True)"),
-        "the turn not awaited": ("128, 256 / 64", f"    {_SEEN}{_LOOP}", ""),
+        "the turn not awaited": ("128, 256 / 64", f"    {SEEN}{LOOP}", ""),
         "the rank after": ("128, 192", "while seen != rank:", "while seen != rank + 1:"),
         "the rank before": ("64, 256", "seen != rank:", "seen != cutlass.max(rank - 1, 0):"),
-        "no release": ("128, 192", _RELEASE, "pass"),
+        "no release": ("128, 192", RELEASE, "pass"),
     },
     "sparse_attn.kernel_bwd_sm90": {
         "the turn of another tile": ("128", "tor + row, visit.rank", "tor + row + 1, visit.rank"),

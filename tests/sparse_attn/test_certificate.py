@@ -28,6 +28,7 @@ from cute_kernels.sparse_attn import (  # noqa: E402
 )
 from tests import certified  # noqa: E402
 from tests.sparse_attn import mutated, test_bwd_sm90_mutants, test_fwd_sm90_mutants  # noqa: E402
+from tests.sparse_attn.test_bwd_sm90_mutants import LOOP, RELEASE, SEEN  # noqa: E402
 from verify import certificate, ptx, sass  # noqa: E402
 from verify.products import serialised  # noqa: E402
 
@@ -185,12 +186,7 @@ def test_an_accumulator_that_is_not_awaited_fails(monkeypatch):
 # ---- mutants -------------------------------------------------------------------------------------
 
 TURNSTILE, KERNEL, MASK = "dsl.turnstile", "sparse_attn.kernel_bwd_sm90", "sparse_attn.device.mask"
-_SEEN = 'seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")\n'
-_LOOP = f"    while seen != rank:\n        {_SEEN}"
-_RELEASE = (
-    'cute.arch.red(semaphore, cutlass.Int32(1), op="add", dtype="s32", sem="release", scope="gpu")'
-)
-_SPIN, _RED, _GPU = f"    {_SEEN}{_LOOP}", f"    {_RELEASE}", 'sem="release", scope="gpu"'
+_SPIN, _RED, _GPU = f"    {SEEN}{LOOP}", f"    {RELEASE}", 'sem="release", scope="gpu"'
 _OFFSET = "(cutlass.Int64(tile) * mWords.shape[1] + row) * WORDS + first\n"
 _PLACE = "mWords.iterator.toint(), cute.AddressSpace.gmem, assumed_align=4"
 _WORD = f"cute.make_ptr(cutlass.Float32, {_PLACE})"
@@ -210,7 +206,7 @@ MUTANTS: dict[str, tuple] = {
     "released in the CTA": ("R2", TURNSTILE, _GPU, _GPU.replace("gpu", "cta")),
     "a relaxed release": ("R2", TURNSTILE, 'sem="release"', 'sem="relaxed"'),
     # Loads with acquire, and goes on whatever it saw.
-    "one look": ("R1", TURNSTILE, _LOOP, ""),
+    "one look": ("R1", TURNSTILE, LOOP, ""),
     "a relaxed spin": ("R1", TURNSTILE, _SPIN, _SPIN.replace("acquire", "relaxed")),
     "added after its turn": ("R1", KERNEL, _ADD, "pass\n", _FINISH, f"{_FINISH}{24 * ' '}{_ADD}"),
     "too few registers": ("R5", KERNEL, "CONSUMER_REGISTERS = 240", "CONSUMER_REGISTERS = 168"),

@@ -1,4 +1,4 @@
-"""The plan names what bits depend on; "auto" is one schedule; nothing here imports a compiler."""
+"""The plan names what bits depend on; "auto" is one schedule."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from cute_kernels import arch, contracts
 from cute_kernels.schedulers import BlockMask
@@ -62,12 +63,31 @@ def test_the_plan_follows_the_version_of_the_schedules(monkeypatch, backend):
     assert config.contract_facts(backend, H200) != before
 
 
-def test_an_id_for_sm90(monkeypatch):
-    monkeypatch.setattr(arch, "_installed", lambda name: True)
-    monkeypatch.setattr(arch, "describe", lambda _: H200)
-    name = contracts.contract_id(op.NAME, "cuda:0")
-    assert name.startswith("block_sparse_attention/cute_sm90/sm_90a/")
-    assert contracts.guarantees(op.NAME, "cuda:0") == config.KEPT[arch.CUTE_SM90]
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        (arch.CUTE_SM90, H200),
+        (arch.TRITON, arch.Device("cuda:0", "hip", "gfx942", 304)),
+        (arch.TRITON, arch.Device("cuda:0", "cuda", "sm_80", 108)),
+        (arch.CPU, None),
+    ],
+)
+def test_an_id_names_what_bits_depend_on(monkeypatch, backend, device):
+    """Another Triton tile, or number of threads: another id."""
+    where = "cpu" if device is None else "cuda:0"
+    if device is not None:
+        monkeypatch.setattr(arch, "_installed", lambda name: True)
+        monkeypatch.setattr(arch, "describe", lambda _: device)
+    name = contracts.contract_id(op.NAME, where)
+    assert name.startswith(f"block_sparse_attention/{backend}/{device.arch if device else ''}")
+    assert contracts.guarantees(op.NAME, where) == config.KEPT[backend]
+    plan = config.TRITON[64]
+    other = dataclasses.replace(plan, dq=dataclasses.replace(plan.dq, block_n=32))
+    monkeypatch.setitem(config.TRITON, 64, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        changed = contracts.contract_id(op.NAME, where) != name
+    assert changed == (backend != arch.CUTE_SM90)
 
 
 @pytest.mark.parametrize("dim", config.HEAD_DIMS)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels.runtime import dispatch
+from cute_kernels.errors import ScheduleError
 from cute_kernels.sparse_attn import config, cpu, lowering
 from cute_kernels.sparse_attn.kv_ranges import on_device, ranges
 from cute_kernels.sparse_attn.paged import cpu as paged
+from cute_kernels.sparse_attn.varlen import layout
 from tests.anchors import planted
 from tests.sparse_attn import pack_cases, sink_cases, test_sequences
 from tests.sparse_attn.against_float64 import checked
@@ -68,6 +69,11 @@ def padding_behind() -> None:
 
 def documents_of_a_buffer() -> None:
     test_sequences.test_packs(60, None, 64)
+
+
+def copies() -> None:
+    for rule in ((False, (40, 9)), (True, (None, None))):
+        test_sequences.test_copies(rule)
 
 
 def varlen() -> None:
@@ -187,6 +193,13 @@ TABLES: dict[tuple, dict[str, tuple[str, ...]]] = {
     (ranges, documents_of_a_buffer): {
         "a pack is one sequence": ("np.where(starts, column, 0)", "np.where(starts, 0, 0)"),
     },
+    # As launchers without varlen kernels read them.
+    (layout, copies): {
+        "gaps of NaN": ("(0, self.gaps, fill)", "(0, self.gaps, fill or torch.nan)"),
+        "a window of one less in a copy": ("np.maximum(begin, row - left)", "row - left + 1"),
+        "gaps are seen": ("stop = begin + length", "stop = begin - -length // 128 * 128"),
+        "another schedule": ("lowering.OF_SEQUENCES", '"lpt"'),
+    },
     (ranges, varlen): {
         "a key of the next sequence": (
             STOP.format("stop"),
@@ -208,11 +221,9 @@ MUTANTS = {
 
 @pytest.fixture
 def cold():
-    """No function, mask or order of the intact sources is cached, nor one of the changed ones."""
-    dispatch.forget()
+    """No mask and no order of the intact sources is cached, nor one of the changed ones."""
     lowering.cache.clear()
     yield
-    dispatch.forget()
     lowering.cache.clear()
 
 
@@ -220,5 +231,5 @@ def cold():
 def test_killed(cold, name):
     module, check, texts = MUTANTS[name]
     edits = zip(texts[::2], texts[1::2], strict=True)
-    with planted(module, *edits), pytest.raises(AssertionError):
+    with planted(module, *edits), pytest.raises((AssertionError, ScheduleError)):
         check()

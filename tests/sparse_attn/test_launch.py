@@ -12,6 +12,7 @@ from ptxsim import skips
 from tests import certified, contract
 from tests.sparse_attn import cases
 from tests.sparse_attn.against_float64 import attended
+from tests.sparse_attn.battery import LAYOUTS
 from tests.sparse_attn.pack_cases import launched
 
 simulated = skips.import_module("tests.sparse_attn.simulated")
@@ -37,12 +38,12 @@ def test_strides_that_tma_cannot_address():
     x = cases.inputs(1, 2, 1, SQ, SK, 64)
     with simulated.simulated():
         want = attended(x, causal=True, with_lse=False)
-        for change in (odd_rows, odd_pointer, odd_single):
+        for change in (LAYOUTS["row stride + 1"], odd_pointer, odd_single):
             views = [change(t.detach()).requires_grad_() for t in x.leaves()]
             assert all(launch.addressable(t, "attention", "q") is not t for t in views)
             moved = cases.Inputs(*views, change(x.dout), x.dlse)
             got = attended(moved, causal=True, with_lse=False)
-            assert all(map(contract.same_bytes, got, want)), change.__name__
+            assert all(map(contract.same_bytes, got, want))
         # Keys and a gradient that are one row, repeated.
         k = x.k.detach()[:, :1].expand(-1, SK, -1, -1).requires_grad_()
         dout = x.dout[:, :1].expand(-1, SQ, -1, -1)
@@ -96,13 +97,6 @@ def test_sizes_of_zero_never_launch():
         for batch, q_len, kv_len in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
             out = attended(cases.inputs(batch, 2, 1, q_len, kv_len, 64))
             assert [len(t) for t in out] == [batch] * 5
-
-
-def odd_rows(t: torch.Tensor) -> torch.Tensor:
-    """Rows of D + 1 elements."""
-    storage = torch.zeros(*t.shape[:3], t.shape[3] + 1, dtype=t.dtype)
-    storage[..., :-1] = t
-    return storage[..., :-1]
 
 
 def odd_pointer(t: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cute_kernels import contracts
 from cute_kernels.errors import (
     ArgumentValueError,
     NondeterministicError,
@@ -434,16 +433,6 @@ def test_an_attention_may_be_a_constant_of_a_transform():
 
 
 # ---- plans ---------------------------------------------------------------------------------------
-
-
-def test_guarantees_and_contract_id(monkeypatch):
-    guarantees = contracts.guarantees(op.NAME, "cpu")
-    assert guarantees == {"run_to_run", "batch_invariant", "schedule_invariant"}
-    before = contracts.contract_id(op.NAME, "cpu")
-    assert before.startswith(f"{op.NAME}/cpu/")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 77)
-        assert contracts.contract_id(op.NAME, "cpu") != before
 
 
 def test_other_backends_say_why():

@@ -10,7 +10,6 @@ import functools
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -431,49 +430,3 @@ def test_one_mask_for_the_pack_is_killed():
         want = known.alone(tensors, lengths)
         assert known.differing(known.differentiated(at_once, tensors), want)
         assert known.differing(known.packed(tensors, lengths), want) == []
-
-
-def _gaps_of_nan(monkeypatch):
-    pad = layout.Layout.pad
-    monkeypatch.setattr(layout.Layout, "pad", lambda of, t, fill=0.0: pad(of, t, fill or torch.nan))
-
-
-def _window_of_one_less(monkeypatch):
-    mask = layout._mask
-    monkeypatch.setattr(layout, "_mask", lambda of, left, right: mask(of, left - 1, right))
-
-
-def _gaps_are_seen(monkeypatch):
-    """As if a sequence ended where the next one begins."""
-    mask = layout._mask
-
-    def seen(of, left, right):
-        ends = np.append(of.begins[1:], of.length)
-        return mask(of._replace(lengths=ends - of.begins), left, right)
-
-    monkeypatch.setattr(layout, "_mask", seen)
-
-
-def _another_schedule(monkeypatch):
-    admitted = lowering.admitted
-    monkeypatch.setattr(lowering, "admitted", lambda mask, _, *rest: admitted(mask, "lpt", *rest))
-
-
-@pytest.mark.parametrize(
-    ("mutant", "lengths", "rule", "names"),
-    [
-        (_gaps_of_nan, [300, 90], (False, (40, 9)), {"out", "dq", "dk"}),
-        (_window_of_one_less, [300, 90], (True, (70, None)), {"out", "lse"}),
-        (_gaps_are_seen, [300, 90], (False, (None, 9)), {"out", "lse"}),
-        (_another_schedule, [512, 90], CAUSAL, {"dq"}),
-    ],
-)
-def test_mutants_of_copies_are_killed(monkeypatch, mutant, lengths, rule, names):
-    """In what each names, at least; of copies, as kernels of other GPUs read them."""
-    monkeypatch.setattr(known, "IN_PLACE", False)
-    tensors = known.drawn(sum(lengths), dim=DIM)
-    with known.on_sm90():
-        want = known.alone(tensors, lengths, *rule)
-        mutant(monkeypatch)
-        monkeypatch.setattr(lowering.cache, "get", lambda key, make: make())
-        assert names <= set(known.differing(known.packed(tensors, lengths, *rule), want))

@@ -14,22 +14,11 @@ import torch
 import cute_kernels as ck
 from tests.contract import same_bytes
 from tests.sparse_attn.gpu_cases import NEEDS_GPU, captured, one_kernel, require_on_streams
-from tests.sparse_attn.paged_cases import Batch, drawn
+from tests.sparse_attn.paged_cases import Batch, drawn, on_card
 
 pytestmark = [pytest.mark.gpu, NEEDS_GPU]
 
 LENGTHS = [(1, 1500), (7, 400), (300, 300), (3, 2100), (1, 97), (16, 4100)]
-
-
-def on_gpu(batch: Batch) -> Batch:
-    """The batch on the GPU."""
-    moved = {
-        field.name: value.cuda()
-        for field in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, field.name), torch.Tensor)
-    }
-    lists = {name: [t.cuda() for t in getattr(batch, name)] for name in ("keys", "values")}
-    return dataclasses.replace(batch, **moved, **lists)
 
 
 def attend(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,11 +45,11 @@ def require_dense(batch: Batch) -> None:
 @pytest.mark.parametrize("page", [16, 64, 256])
 @pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
 def test_rows_have_the_bytes_of_a_dense_call(width, page):
-    require_dense(on_gpu(drawn(LENGTHS, (8, 2, width), page, seed=width, padding=5)))
+    require_dense(on_card(drawn(LENGTHS, (8, 2, width), page, seed=width, padding=5)))
 
 
 def test_a_long_context():
-    require_dense(on_gpu(drawn([(1, 130000), (2, 20000), (1, 5)], (8, 2, 128), 16, seed=3)))
+    require_dense(on_card(drawn([(1, 130000), (2, 20000), (1, 5)], (8, 2, 128), 16, seed=3)))
 
 
 @pytest.mark.parametrize("seed", range(500))
@@ -73,12 +62,12 @@ def test_drawn_batches(seed):
     group = chooser.randint(1, 16)
     options = {"softcap": chooser.choice((0.0, 20.0)), "with_sinks": chooser.random() < 0.3}
     page = chooser.choice((16, 32, 64, 128, 256))
-    require_dense(on_gpu(drawn(lengths, (2 * group, 2, 64), page, seed=seed, **options)))
+    require_dense(on_card(drawn(lengths, (2 * group, 2, 64), page, seed=seed, **options)))
 
 
 def test_a_graph_reads_other_lengths():
-    short = on_gpu(drawn([(1, 100), (1, 90)], (8, 2, 128), 16, seed=1))
-    long = on_gpu(drawn([(1, 1000), (1, 900)], (8, 2, 128), 16, seed=2))
+    short = on_card(drawn([(1, 100), (1, 90)], (8, 2, 128), 16, seed=1))
+    long = on_card(drawn([(1, 1000), (1, 900)], (8, 2, 128), 16, seed=2))
     want = [attend(long)[0].clone()]
     held = dataclasses.replace(long, seqlens_k=long.seqlens_k.clone(), q=long.q.clone())
     replay, (out, _) = captured(lambda: attend(held))
@@ -92,5 +81,5 @@ def test_a_graph_reads_other_lengths():
 
 
 def test_ten_thousand_calls_on_two_streams():
-    batch = on_gpu(drawn(LENGTHS, (8, 2, 128), 16, seed=5))
+    batch = on_card(drawn(LENGTHS, (8, 2, 128), 16, seed=5))
     require_on_streams(lambda: attend(batch), attend(batch), calls=10_000)

@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, config
+from cute_kernels.sparse_attn import api, config, cpu
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
 from cute_kernels.sparse_attn.kv_ranges import ranges
@@ -251,6 +251,15 @@ def test_drawn_varlen_batches(first, count):
         lengths, rule = pack_cases.lengths_of(seed), pack_cases.RULES[seed % 4]
         tensors = pack_cases.drawn(sum(lengths), seed, dim=config.HEAD_DIMS[seed % 5])
         assert varlen_differences(tensors, lengths, *rule) == [], (lengths, rule)
+
+
+@pytest.mark.parametrize("rule", [*pack_cases.RULES, (False, (None, 9))], ids=str)
+def test_copies(rule):
+    """A GPU backend without varlen kernels reads one copy with each sequence at whole blocks."""
+    with pack_cases.launched(cpu.forward, cpu.backward):
+        for lengths in ([300, 90], [512, 90], [130, 0, 1, 61, 128]):
+            tensors = pack_cases.drawn(sum(lengths))
+            assert varlen_differences(tensors, lengths, *rule) == [], lengths
 
 
 def test_options_of_a_varlen_batch():

@@ -5,7 +5,6 @@ Its source in Triton's interpreter: test_triton_interpreted.py.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -17,11 +16,10 @@ pytest.importorskip("triton")
 
 import torch
 
-from cute_kernels import arch, contracts
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import config, op
+from cute_kernels.sparse_attn import config
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.triton import launch, paged
 from ptxsim.skips import requires_core
@@ -80,21 +78,6 @@ def complaints(kernel) -> list[str]:
 def sim(function):
     """A test that runs compiled kernels in the simulator."""
     return functools.reduce(lambda f, mark: mark(f), SIM, function)
-
-
-@pytest.mark.parametrize("target", [("hip", "gfx942", 304), ("cuda", "sm_80", 108)], ids=str)
-def test_an_id_names_the_tiles(monkeypatch, target):
-    """Dispatched where SM90's kernels are not; another tile, another id."""
-    device = arch.Device("cuda:0", *target)
-    monkeypatch.setattr(arch, "_installed", lambda name: True)
-    monkeypatch.setattr(arch, "describe", lambda _: device)
-    name = contracts.contract_id(op.NAME, "cuda:0")
-    assert name.startswith(f"block_sparse_attention/triton/{device.arch}/")
-    assert contracts.guarantees(op.NAME, "cuda:0") == config.KEPT[arch.TRITON]
-    plan = config.TRITON[64]
-    other = dataclasses.replace(plan, dq=dataclasses.replace(plan.dq, block_n=32))
-    monkeypatch.setitem(config.TRITON, 64, other)
-    assert contracts.contract_id(op.NAME, "cuda:0") != name
 
 
 # ---- dense: values and rows ----------------------------------------------------------------------
@@ -230,9 +213,11 @@ def test_gradients_of_a_batch_and_of_other_layouts(dim):
             assert all(equal(gradients("spt", alone), (t[place : place + 1] for t in want)))
             noisy = cases.Inputs(*(beside_nan(t, place) for t in vars(x).values()))
             assert all(equal((t[place] for t in gradients("spt", noisy)), (t[place] for t in want)))
-        for view in (heads_first, shifted):
-            other = cases.Inputs(*(view(t) for t in vars(x).values()))
-            assert all(equal(gradients("spt", other), want)), view.__name__
+        for layout in ("BHSD", "offset by 1"):
+            plain = (vars(x)[name].detach() for name in ("q", "k", "v", "dout"))
+            q, k, v, dout = map(battery.LAYOUTS[layout], plain)
+            leaves = (t.requires_grad_() for t in (q, k, v))
+            assert all(equal(gradients("spt", cases.Inputs(*leaves, dout, x.dlse)), want)), layout
 
 
 def part(t: torch.Tensor, place: int) -> torch.Tensor:
@@ -243,16 +228,6 @@ def beside_nan(t: torch.Tensor, place: int) -> torch.Tensor:
     new = torch.full_like(t.detach(), torch.nan)
     new[place] = t.detach()[place]
     return new.requires_grad_(t.requires_grad)
-
-
-def heads_first(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
-
-
-def shifted(t: torch.Tensor) -> torch.Tensor:
-    """Odd strides, an odd address, NaN between."""
-    room = t.new_full((*t.shape[:-1], t.shape[-1] + 1), torch.nan)
-    return room[..., 1:].copy_(t.detach()).detach().requires_grad_(t.requires_grad)
 
 
 @sim
@@ -272,7 +247,8 @@ def test_an_operand_is_copied_only_if_rows_cannot_be_loaded():
     fused = torch.zeros(2, SIZE, 3, HEADS, 64, dtype=BF16)[:, :, 1]
     for t in (plain, fused, plain[:1].expand(2, -1, -1, -1), plain[:, ::2]):
         assert launch._loadable(t, False) is t
-    for t in (shifted(plain), plain.transpose(2, 3).contiguous().transpose(2, 3), plain[..., 1:33]):
+    shifted, by_column = (battery.LAYOUTS[name](plain) for name in ("offset by 1", "D first"))
+    for t in (shifted, by_column, plain[..., 1:33]):
         assert launch._loadable(t, False).is_contiguous()
 
 
@@ -432,18 +408,6 @@ def test_code(case):
     assert [kernel.name for kernel in kernels] == list(DENSE.written)
     for kernel in kernels:
         assert complaints(kernel) == [], kernel.name
-
-
-def test_a_sum_in_memory_is_found():
-    """Mutant of the backward: dK is added to memory by atomics."""
-    text = "    _put_rows(dk_ptr + place * D, dk * scale, n, stride * D, KV_LEN, D, BLOCK_D)\n"
-    atomic = (
-        "    ptrs = dk_ptr + (place + n[:, None] * stride) * D + tl.arange(0, BLOCK_D)[None, :]\n"
-        "    tl.atomic_add(ptrs, dk.to(dk_ptr.dtype.element_ty), mask=n[:, None] < KV_LEN)\n"
-    )
-    kernels = kernels_of("sm_90", 64, FP16, "none", 0.0, DENSE.mutant((text, atomic)))
-    out = {kernel.name: complaints(kernel) for kernel in kernels}
-    assert out.pop("dkdv_kernel") == ["atomics"] and not any(out.values())
 
 
 PLAIN = {"lengths": [(20, 30)], "heads": (4, 2, 64), "page": 16}

@@ -18,11 +18,10 @@ from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import masks, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes
-from tests.oracles import sparse_attn as reference
 
 from . import against_float64, battery, cases, paged_cases
 from .battery import SequenceOp
-from .paged_cases import Batch, Engine, drawn
+from .paged_cases import Engine, drawn, on_card
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,16 +48,7 @@ def on_gpu(q, k, v, mask=None, **options):
 @pytest.mark.parametrize("seed", range(96))
 def test_drawn_cases_against_float64(seed):
     case = cases.draw(seed)
-    x, allowed = cases.inputs_of(case), case.allowed()
-    plain = [t.detach() for t in x.leaves()]
-    bounds = reference.error_bounds(
-        *plain, x.dout, allowed, dlse=x.dlse, scores=reference.Scores(softcap=case.softcap)
-    )
-    options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
-    results = on_gpu(*x.leaves(), case.mask, return_lse=True, **options)
-    grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))
-    exact = against_float64.exact_of(x, allowed, case.softcap)
-    excess = against_float64.excess((*(t.detach() for t in results), *grads), exact, bounds)
+    excess = against_float64.checked(case, "cuda")
     assert max(excess.values()) <= 1, f"{case}: {excess}"
 
 
@@ -142,11 +132,6 @@ def engine(wrap=on_copies) -> Engine:
     return Engine(*map(wrap, (paged.paged_attention, launch.forward, paged.write_kv_cache)))
 
 
-def placed(batch: Batch) -> Batch:
-    """The batch on the GPU."""
-    return batch.changed(**{name: moved(value) for name, value in vars(batch).items()})
-
-
 CHECKS = [check for check in paged_cases.CHECKS if check is not paged_cases.given_out]
 
 
@@ -170,7 +155,7 @@ def test_long_contexts(dim, window):
 
 def test_paged_rows_have_the_same_bytes_again_and_again():
     run = engine(lambda function: function).attend
-    batch = placed(drawn(paged_cases.MIXED * 20, (8, 2, 128), 16))
+    batch = on_card(drawn(paged_cases.MIXED * 20, (8, 2, 128), 16))
     want, beside = run(batch), torch.cuda.Stream()
     noise = torch.randn(2048, 2048, device="cuda")
     for _ in range(REPEATS):
@@ -188,7 +173,7 @@ def test_a_graph_reads_other_lengths_and_pages():
         [(150, 150), (0, 0), (0, 0)],
     )
     batches = [
-        placed(drawn(some, (4, 2, 64), 16, seed=n, padding=rest))
+        on_card(drawn(some, (4, 2, 64), 16, seed=n, padding=rest))
         for n, (some, rest) in enumerate(zip(lengths, (8, 69, 0), strict=True))
     ]
     want = [run(batch) for batch in batches]
@@ -223,7 +208,7 @@ def test_a_graph_reads_other_lengths_and_pages():
 def test_pages_beyond_32_bits():
     """Caches of more than 2³¹ elements: 4 GiB each."""
     run = engine(lambda function: function).attend
-    batch = placed(drawn([(1, 98), (1, 281)], (2, 1, 64), 16))
+    batch = on_card(drawn([(1, 98), (1, 281)], (2, 1, 64), 16))
     first = 2**31 // batch.k_cache[0].numel()
     far = {"block_table": batch.block_table + first}
     for name in ("k_cache", "v_cache"):
