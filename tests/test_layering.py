@@ -60,7 +60,7 @@ ROLES = {
     "paged rings",
     "system.checks": "checks functions exact pack_gqa policy_checks policy_losses paged.checks",
     "system.launch": "launch entries catalogue cpu triton.launch chunks lowering passes "
-    "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout "
+    "kv_ranges.ranges kv_ranges.launch varlen.layout "
     "paged.launch paged.cpu triton.paged triton.routing cpu_chunks cpu_delta "
     "cpu_gate cpu_ssd triton.gate cpu_gated_norm triton.gated_norm triton.delta "
     "triton.delta_step triton.delta_backward triton.ssd "

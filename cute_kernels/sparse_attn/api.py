@@ -13,7 +13,7 @@ from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
 from . import checks, lowering, op
-from .kv_ranges import on_device, ranges
+from .kv_ranges import ranges
 from .paged.api import paged_attention as paged_attention
 from .paged.api import write_kv_cache as write_kv_cache
 
@@ -144,7 +144,7 @@ def block_sparse_attention(
     # A kind that may be unsafe is built here, so that it is refused before the forward runs.
     if block_mask is None and type(schedule) is str and schedule not in checks.MAY_BE_UNSAFE:
         checks.schedule(schedule)
-        operands = lowering.by_rule(causal, schedule)
+        operands = [], lowering.CAUSAL if causal else lowering.FULL, [], schedule
     else:
         needs_order = torch.is_grad_enabled() and any(
             getattr(t, "requires_grad", False) for t in (q, k, v, sinks)
@@ -307,9 +307,9 @@ def kv_ranges_device(device: torch.device | str) -> torch.device:
     There, if its kernels read them and no gradient is asked for, which needs them on the CPU.
     """
     torch_device = torch.device(device)
-    if torch_device.type != "cuda" or torch.is_grad_enabled():
-        return torch.device("cpu")
-    return torch_device if op.reads_keys_on_device(str(torch_device)) else torch.device("cpu")
+    can_read = torch_device.type == "cuda" and not torch.is_grad_enabled()
+    reads = can_read and op.reads_keys_on_device(str(torch_device))
+    return torch_device if reads else torch.device("cpu")
 
 
 def kv_ranges(
@@ -349,7 +349,7 @@ def kv_ranges(
     plain = seen is None and padding is None and torch_device.type != "cpu"
     if plain and torch.compiler.is_dynamo_compiling():
         # Additions that inductor fuses, where the op would launch each.
-        return on_device.kv_ranges(None, None, q_offset, kv_offset, sizes, torch_device)
+        return ranges.of_sequences(None, None, q_offset, kv_offset, sizes, torch_device)
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
     return op.kv_ranges(seen, padding, q_offset, kv_offset, *sizes, packed, torch_device)

@@ -287,23 +287,16 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
 
 def factors(scale: object, softcap: object) -> tuple[float | None, float]:
     """Check and return (scale, softcap) of scores; a scale of None is 1 / sqrt(D)."""
-    return None if scale is None else _factor("scale", scale), _softcap(softcap)
-
-
-def _factor(name: str, value: object) -> float:
-    _number(name, value)
-    if not LEAST <= value <= MOST:
-        want = "a finite number above 0, from 2**-40 to 2**40"
-        raise ArgumentValueError(expected(name, want, value))
-    return float(value)
-
-
-def _softcap(value: object) -> float:
-    _number("softcap", value)
-    if value != 0 and not LEAST <= value <= MOST_SOFTCAP:
+    if scale is not None:
+        _number("scale", scale)
+        if not LEAST <= scale <= MOST:
+            want = "a finite number above 0, from 2**-40 to 2**40"
+            raise ArgumentValueError(expected("scale", want, scale))
+    _number("softcap", softcap)
+    if softcap != 0 and not LEAST <= softcap <= MOST_SOFTCAP:
         want = "0 (none), or a number of 2^-40 to 1024 (errors are 2^-21 of it)"
-        raise ArgumentValueError(expected("softcap", want, value))
-    return float(value)
+        raise ArgumentValueError(expected("softcap", want, softcap))
+    return None if scale is None else float(scale), float(softcap)
 
 
 def _number(name: str, value: object) -> None:

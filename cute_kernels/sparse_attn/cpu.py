@@ -201,8 +201,11 @@ def _scores(
 
 def _allowed(mask: LoweredMask, m: int, n: int, partial: int, tile: int) -> Tensor:
     """Bool [128, 128]: within both lengths and, in a partial block, allowed by the rule."""
-    q = _counted(m * ROWS, ROWS)[:, None]
-    kv = _counted(n * COLUMNS, COLUMNS)
+    q, kv = (
+        torch.arange(first, first + size, device="cpu")
+        for first, size in ((m * ROWS, ROWS), (n * COLUMNS, COLUMNS))
+    )
+    q = q[:, None]
     allowed = (q < mask.q_len) & (kv < mask.kv_len)
     if not partial:
         return allowed
@@ -233,10 +236,6 @@ def _zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
-def _counted(first: int, size: int) -> Tensor:
-    return torch.arange(first, first + size, dtype=torch.int64, device="cpu")
-
-
 def _through(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the input dtype, and back to fp32."""
     return t.to(dtype).float()
@@ -256,10 +255,8 @@ def _unblocked(blocks: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """[B, H, S] -> [B, H, ceil(S / 128), 128], zeros at the end."""
-    blocks = _zeros(*t.shape[:2], -(-t.shape[2] // ROWS) * ROWS)
-    blocks[:, :, : t.shape[2]] = t
-    return blocks.unflatten(2, (-1, ROWS))
+    """[B, H, S] -> fp32 [B, H, ceil(S / 128), 128], zeros at the end."""
+    return _blocked(t.mT[..., None])[..., 0]
 
 
 def _over_group(t: Tensor, kv_heads: int) -> Tensor:

@@ -99,11 +99,12 @@ def build_lists(
         schedule = handles.resolve(schedule)
     batch, q_len, kv_len, heads, kv_heads, _ = sizes
     # Lists depend on data: under fake tensors and transforms, too, they are made of true ones.
-    with (
-        transforms.outside(),
-        _disable_current_modes() if _modes() else contextlib.nullcontext(),
-    ):
-        full_mask = whole(mask, causal, q_len, kv_len, _where(device))
+    # Switching modes off costs 4 us.
+    has_modes = torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling()
+    without_modes = _disable_current_modes if has_modes else contextlib.nullcontext
+    with transforms.outside(), without_modes():
+        # A meta device holds no data.
+        full_mask = whole(mask, causal, q_len, kv_len, "cpu" if device == "meta" else device)
         explicit_schedule = not isinstance(schedule, str) or schedule != checks.AUTO
         turns = batch and (needs_order or explicit_schedule)
         if turns and checks.packs_gqa(device, full_mask.shape[1], q_len, heads, kv_heads):
@@ -125,18 +126,8 @@ def _packed_gqa(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[Lowere
     return lower(bits), order_of(lower(by_kv_head), schedule, packed_sizes)
 
 
-def _modes() -> bool:
-    """Whether a dispatch mode is on, to be switched off: switching costs 4 us."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
-
-
 # As torch.compiler.assume_constant_result does, which imports all of dynamo (2 s, and triton).
 build_lists._dynamo_marked_constant = True
-
-
-def by_rule(causal: bool, schedule: str) -> tuple[list, list, list, str]:
-    """Lower a call without a mask, with a schedule by name: the op prepares for any lengths."""
-    return [], CAUSAL if causal else FULL, [], schedule
 
 
 def window(size: int) -> list[int]:
@@ -148,21 +139,17 @@ def mask_of_op(tensors: list, facts: list[int], q_len: int, kv_len: int, device:
     """Lowered mask that the ``facts`` and ``tensors`` of an op describe."""
     if tensors:
         return masks.restored(tensors, facts)
-    if facts[0] == _WINDOW:
-        return lower(_window_mask(facts[1], q_len, kv_len, device))
-    return lower(whole(None, facts == CAUSAL, q_len, kv_len, device))
-
-
-def _window_mask(size: int, q_len: int, kv_len: int, device: str) -> BlockMask:
-    """Causal sliding window, aligned at the last query; without a bound that no query meets."""
-    left = size - 1 if size < kv_len else None
+    if facts[0] != _WINDOW:
+        return lower(whole(None, facts == CAUSAL, q_len, kv_len, device))
+    # Aligned at the last query, and without a bound that no query meets.
+    left = facts[1] - 1 if facts[1] < kv_len else None
 
     def make() -> BlockMask:
         return BlockMask.sliding_window(
             q_len, kv_len, left=left, right=0, block_size=masks.BLOCK, device=device
         )
 
-    return cache.get(("window", left, q_len, kv_len, device), make)
+    return lower(cache.get(("window", left, q_len, kv_len, device), make))
 
 
 def whole(mask: BlockMask | None, causal: bool, q_len: int, kv_len: int, device: str) -> BlockMask:
@@ -269,8 +256,3 @@ def _lists_of_one_mask(schedule: Schedule, shape: tuple[int, int]) -> None:
         want = "heads that share a set of lists to share a mask (its bits differ between them)"
         got = f"set {lists[mask_counts > 1][0]} used for {mask_counts.max()} masks"
         raise ScheduleError(expected("schedule.list_of_head", want, got))
-
-
-def _where(device: str) -> str:
-    """Device of the lists of an absent mask: a meta device holds no data."""
-    return "cpu" if device == "meta" else device

@@ -54,7 +54,7 @@ from ..runtime.dynamo import untraced
 from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config, lowering
-from .kv_ranges import on_device, ranges
+from .kv_ranges import ranges
 from .masks import Order
 from .tensors import Grads, Saved, Varlen, shape_of_out
 from .varlen import layout
@@ -492,7 +492,7 @@ def _run_seen(dense, device):
         return ranges.seen_of(dense).cpu()
     # The gaps of a decoding step are those of the pass before it.
     if dense.shape[2] == 1 or torch.cuda.is_current_stream_capturing():
-        return on_device.seen_of(dense)
+        return ranges.ends_of(dense)
     return ranges.seen_of(dense)
 
 
@@ -500,7 +500,7 @@ def _run_kv_ranges(seen, padding, q_offset, kv_offset, batch, rows, columns, pac
     sizes = (batch, rows, columns)
     if device.type == "cpu":
         return ranges.kv_ranges(seen, padding, int(q_offset), int(kv_offset), sizes, packed)
-    return on_device.kv_ranges(seen, padding, q_offset, kv_offset, sizes, device)
+    return ranges.of_sequences(seen, padding, q_offset, kv_offset, sizes, device)
 
 
 def _fake_kv_ranges(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):

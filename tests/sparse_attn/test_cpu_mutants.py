@@ -9,7 +9,7 @@ import pytest
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.sparse_attn import config, cpu, lowering
-from cute_kernels.sparse_attn.kv_ranges import on_device, ranges
+from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.paged import cpu as paged
 from cute_kernels.sparse_attn.varlen import layout
 from tests.anchors import planted
@@ -87,7 +87,7 @@ LISTED = "zip(entry[b][h][m][:size], tile[b][h][m][:size], strict=True)"
 SINK, RULE, PAGES = "(sink, 1.0)", "(kv - q <= mask.hi)", "zip(tables, keys, strict=True)"
 PRODUCTS, DELTA = "mm(queries, keys.mT)", "sinks_gradient(saved.sinks, lse2, delta[:, :, : "
 STOP = "end = stop if right is None else np.minimum({}, row + right + 1)"
-TABLE = "table = ranges_on_device.kv_ranges(seen, padding, q_offset, kv_offset, sizes, cpu)\n"
+TABLE = "table = of_sequences(seen, padding, q_offset, kv_offset, sizes, cpu)\n"
 HEADS = "range(schedule_head * shared, (schedule_head + 1) * shared)"
 #: (Module, the check that sees it) -> what: (old text, new text, ..).
 TABLES: dict[tuple, dict[str, tuple[str, ...]]] = {
@@ -187,7 +187,7 @@ TABLES: dict[tuple, dict[str, tuple[str, ...]]] = {
     (ranges, padding_before): {
         "padding left in place": (TABLE, f"{TABLE}    table[..., :2] = 0\n"),
     },
-    (on_device, padding_behind): {
+    (ranges, padding_behind): {
         "queries of padding": ("end = torch.where(real, end, first)", "pass"),
     },
     (ranges, documents_of_a_buffer): {

@@ -15,7 +15,6 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
 from cute_kernels.sparse_attn import api, config, cpu
 from cute_kernels.sparse_attn import op as attention_op
-from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases, sequence_cases
@@ -196,7 +195,7 @@ def test_spans_are_those_of_the_rule():
             first, end = drawn(0, columns, batch, 1, rows, 2).int().sort(-1).values.unbind(-1)
             column = torch.arange(columns)
             seen = (first[..., None] <= column) & (column < end[..., None])
-            mine, theirs = ranges_on_device.seen_of(seen), api.seen_columns(seen)
+            mine, theirs = ranges.ends_of(seen), api.seen_columns(seen)
             assert torch.equal(mine, theirs)
             seen = theirs
         sizes = (batch, rows, columns)
@@ -204,9 +203,7 @@ def test_spans_are_those_of_the_rule():
         assert torch.equal(ranges.kv_ranges(seen, padding, offset, dropped, sizes, False), want)
         # A number, or a tensor as a static cache has it.
         q_offset = offset if case % 7 else torch.tensor(offset)
-        got = ranges_on_device.kv_ranges(
-            seen, padding, q_offset, dropped, sizes, torch.device("cpu")
-        )
+        got = ranges.of_sequences(seen, padding, q_offset, dropped, sizes, torch.device("cpu"))
         assert got.dtype == torch.int32 and torch.equal(got, want), case
     assert behind > 20
 

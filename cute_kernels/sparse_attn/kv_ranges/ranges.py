@@ -7,7 +7,7 @@ first key is not at a multiple of 128, zero rows that nobody sees stand in front
 
     columns seen  -> kv_ranges  -> runs (``runs_of``)  -> one attention per run
 
-``kv_ranges`` are int32 [B, 1, T, 4], one row per query; on the CPU, or on a GPU (``on_device``),
+``kv_ranges`` are int32 [B, 1, T, 4], one row per query; on the CPU, or on a GPU,
 where one launch attends all rows of a batch:
 
     begin      the column of the first key of its sequence that the buffer holds
@@ -34,7 +34,6 @@ from ...schedulers.masks.rules import Band, Rule
 from ...schedulers.masks.spans import Spans
 from .. import lowering
 from ..masks import BLOCK, LoweredMask
-from . import on_device as ranges_on_device
 
 
 class Run(NamedTuple):
@@ -69,6 +68,55 @@ class Run(NamedTuple):
         return F.pad(part, (0, 0, 0, 0, self.shift, 0)) if self.shift else part
 
 
+def ends_of(dense: Tensor) -> Tensor:
+    """(first, end) of the True columns of rows: [.., S] -> int32 [.., 2]; gaps count as seen."""
+    count = dense.sum(dim=-1, dtype=torch.int32)
+    marks = dense.to(torch.uint8)
+    first = marks.argmax(dim=-1).to(torch.int32)
+    end = dense.shape[-1] - marks.flip(-1).argmax(dim=-1).to(torch.int32)
+    return torch.stack((first, torch.where(count > 0, end, first)), dim=-1)
+
+
+def of_sequences(
+    seen: Tensor | None,
+    padding: Tensor | None,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+) -> Tensor:
+    """Ranges of sequences that are not packed, on ``device``, where nothing waits.
+
+    A CUDA graph may hold it, and inductor fuses it.  Arguments: those of `kv_ranges`.
+    """
+    batch, rows, columns = sizes
+    padding = None if padding is None else padding.to(device, torch.bool)
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.to(device, non_blocking=True)
+    positions = torch.arange(rows, device=device) + (q_offset - kv_offset)
+    begin = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+    position, last, real = begin + kv_offset, begin + columns, None
+    if padding is not None:
+        count = padding.sum(dim=1, keepdim=True)
+        left = padding.to(torch.uint8).argmax(dim=1, keepdim=True)
+        begin, position = (left - kv_offset).clamp(min=0), (kv_offset - left).clamp(min=0)
+        last = left + count - kv_offset
+        row_columns = positions + kv_offset
+        # Columns beyond the mask are those of a static cache that are not filled yet.
+        width = padding.shape[1]
+        real = padding[:, row_columns.clamp(0, width - 1)] & (row_columns < width)
+    if seen is None:
+        first, end = begin, torch.minimum(positions + 1, last).clamp(max=columns)
+    else:
+        first, end = seen[:, 0].long().unbind(-1)
+    if real is not None:
+        end = torch.where(real, end, first)
+    fields = torch.broadcast_tensors(
+        begin, position, first, torch.maximum(first, end), positions[None]
+    )
+    return torch.stack(fields[:4], dim=-1)[:, None].to(torch.int32)
+
+
 def seen_of(dense: Tensor) -> Tensor:
     """(first, end) of the True columns of each row: [B, 1, T, S] -> int32 [B, 1, T, 2].
 
@@ -76,7 +124,7 @@ def seen_of(dense: Tensor) -> Tensor:
     """
     if not dense.shape[-1]:
         return torch.zeros((*dense.shape[:-1], 2), dtype=torch.int32, device=dense.device)
-    seen = ranges_on_device.seen_of(dense)
+    seen = ends_of(dense)
     gaps = (seen[..., 1] - seen[..., 0] != dense.sum(dim=-1)).cpu().nonzero()
     if len(gaps):
         sequence, _, row = gaps[0].tolist()
@@ -103,7 +151,7 @@ def kv_ranges(
     if padding is not None:
         _refuse_gaps(padding)
     cpu = torch.device("cpu")
-    table = ranges_on_device.kv_ranges(seen, padding, q_offset, kv_offset, sizes, cpu)
+    table = of_sequences(seen, padding, q_offset, kv_offset, sizes, cpu)
     if packed and seen is not None and padding is None and sizes[1] == sizes[2]:
         begins = [
             _starts(first, end) for first, end in np.moveaxis(table[:, 0, :, 2:].numpy(), 2, 1)
@@ -171,7 +219,7 @@ def anchored(seen: Tensor) -> Tensor:
 def _refuse_gaps(padding: Tensor) -> None:
     """Refuse bool ``padding`` [B, L] whose real tokens do not lie next to each other."""
     padding = padding.bool()
-    first, end = ranges_on_device.seen_of(padding).unbind(-1)
+    first, end = ends_of(padding).unbind(-1)
     gaps = (end - first != padding.sum(dim=1)).nonzero()
     if len(gaps):
         want = "the real tokens of a sequence next to each other (a 4-D bool mask takes any others)"

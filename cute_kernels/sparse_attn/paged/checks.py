@@ -18,7 +18,7 @@ from ...errors import (
     one_of,
 )
 from ...runtime import checking
-from ...runtime.main_grad import addresses
+from ...runtime.main_grad import addresses, overlaps_itself
 from .. import checks, config
 from ..masks import FAR
 
@@ -180,39 +180,35 @@ def _distinct(k_cache: Tensor, v_cache: Tensor) -> None:
     k, v = _in_memory(k_cache), _in_memory(v_cache)
     if k is None or v is None:
         return
-    _positive("k_cache", k)
-    _positive("v_cache", v)
-    offset = v.data_ptr() - k.data_ptr()
-    shared = _shared(offset // k.itemsize, k.shape, k.stride(), v.shape, v.stride())
-    if shared in ("k_cache", "v_cache"):
-        strides = (k if shared == "k_cache" else v).stride()
-        want = "elements at distinct addresses (it is written in place)"
-        raise AliasError(expected(shared, want, f"strides {tuple(strides)}"))
-    if shared:
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        _positive(name, t)
+        if overlaps_itself(t):
+            want = "elements at distinct addresses (it is written in place)"
+            raise AliasError(expected(name, want, f"strides {tuple(t.stride())}"))
+    offset = (v.data_ptr() - k.data_ptr()) // k.itemsize
+    if k.numel() and v.numel() and _meet(offset, _layout(k), _layout(v)):
         raise AliasError(expected("v_cache", "memory of its own", "memory of k_cache"))
 
 
-@functools.lru_cache(maxsize=1024)
-def _shared(offset: int, shape: tuple, strides: tuple, *other: tuple) -> str | bool:
-    """Name of the cache that has two elements at one address; whether the two share one."""
-    layouts = []
-    for name, *both in (("k_cache", strides, shape), ("v_cache", *other[::-1])):
-        layouts.append(sorted((s, n) for s, n in zip(*both, strict=True) if n > 1)[::-1])
-        if any(s < _reach(layouts[-1][i + 1 :]) for i, (s, _) in enumerate(layouts[-1])):
-            return name
-    return 0 not in (*shape, *other[0]) and _meet(offset, *layouts)
+#: (stride, size) of dimensions, strides descending.
+Layout = tuple[tuple[int, int], ...]
 
 
-def _reach(layout: list[tuple[int, int]]) -> int:
+def _layout(t: Tensor) -> Layout:
+    pairs = zip(t.stride(), t.shape, strict=True)
+    return tuple(sorted((pair for pair in pairs if pair[1] > 1), reverse=True))
+
+
+def _reach(layout: Layout) -> int:
     """One more than the offset of the last element."""
     return 1 + sum(s * (n - 1) for s, n in layout)
 
 
-def _meet(offset: int, first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _meet(offset: int, first: Layout, second: Layout) -> bool:
     """Whether two layouts, the second one ``offset`` elements further, have an element in common.
 
-    A layout: (stride, size) of its dimensions, strides descending; it has no address twice.
-    Layouts that interleave at unequal strides count as such that meet.
+    A layout has no address twice.  Layouts that interleave at unequal strides count as meeting.
     """
     if offset >= _reach(first) or offset + _reach(second) <= 0:
         return False
