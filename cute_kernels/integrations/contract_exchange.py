@@ -22,6 +22,7 @@ import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..rowwise.config import rotary_pos_emb_facts
+from ..runtime import checking
 from ..runtime.process_contract import Contract, compare_contracts, of_device
 from . import foreign_calls, model_settings, published, tensor_parallel
 from .engine_layers import Rule
@@ -237,10 +238,7 @@ def weights_text(weights: Manifest | int | None) -> str | None:
         return None
     if isinstance(weights, Manifest):
         return f"version {weights.version}, sha256 {weights.files[WEIGHTS]['sha256']}"
-    if isinstance(weights, bool) or not isinstance(weights, int):
-        want = "a Manifest, a version, or None"
-        raise ArgumentTypeError(expected("weights", want, repr(weights)))
-    if weights < 0:
+    if checking.integer("weights", weights, "a Manifest, a version, or None") < 0:
         raise ArgumentValueError(expected("weights", "a version of at least 0", weights))
     return f"version {weights}"
 

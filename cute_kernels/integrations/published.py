@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
+from ..runtime import checking
 from . import publish
 from .publish import Manifest, Published
 
@@ -184,10 +185,7 @@ def _fresh(path: Path, number: int | None, model: object, allow_older: bool) -> 
     """Return the version to read, or raise: it is stale."""
     if number is None:
         return None
-    if isinstance(number, bool) or not isinstance(number, int):
-        want = "a version, or None for the newest"
-        raise ArgumentTypeError(expected("expected_version", want, repr(number)))
-    if number < 0:
+    if checking.integer("expected_version", number, "a version, or None for the newest") < 0:
         raise ArgumentValueError(expected("expected_version", "at least 0", number))
     if allow_older:
         return number

@@ -120,8 +120,22 @@ class _HeldHead(torch.autograd.Function):
         # Not saved tensors: hooks that move those elsewhere would copy a whole weight.
         ctx.weight, ctx.bias = weight, bias
         with _no_autocast(hidden.device):
-            operands = [_cast(t, ctx.dtype) for t in (hidden, weight, bias)]
-            ctx.arguments, results = _forward(*operands, target, scoring)
+            x, w, b = (_cast(t, ctx.dtype) for t in (hidden, weight, bias))
+            problem = checks.linear_logp(
+                x, w, target, b, checks.Options(**scoring.options()), False
+            )
+            ctx.numbers = (
+                problem.temperature,
+                problem.start,
+                problem.vocab,
+                scoring.ignore_index,
+                problem.softcap,
+                scoring.order,
+            )
+            ctx.temperatures = problem.temperatures
+            results = op.linear_logp(
+                x, w, b, target, ctx.temperatures, None, *ctx.numbers, scoring.return_entropy, 0
+            )[:3]
         # Hooks for the backward hang on what is returned: FSDP2 warns of one that is a view.
         logp, lse2, entropy = (t.clone() if t._is_view() else t for t in results)
         ctx.save_for_backward(hidden, target, lse2, entropy)
@@ -131,13 +145,15 @@ class _HeldHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
-        hidden, target, lse2, entropy = ctx.saved_tensors
+        hidden, target, *saved = ctx.saved_tensors
         inputs = (hidden, ctx.weight, ctx.bias)
         needs = list(ctx.needs_input_grad[:3])
-        upstream = d_logp, d_entropy if entropy.numel() else None
+        upstream = d_logp, d_entropy if saved[1].numel() else None, None
         with gathering.whole(inputs[1:]), _no_autocast(hidden.device):
             operands = [_cast(t, ctx.dtype) for t in inputs]
-            gradients = _backward(upstream, operands, target, (lse2, entropy), ctx.arguments, needs)
+            gradients = op.linear_logp_backward(
+                *upstream, *operands, target, ctx.temperatures, *saved, None, *ctx.numbers, needs
+            )
         triples = zip(gradients, inputs, needs, strict=True)
         return *(g.to(t.dtype) if need else None for g, t, need in triples), None, None
 
@@ -150,33 +166,3 @@ def _no_autocast(device: torch.device):
     """Disable autocast: operands are cast already, and gradients must not be cast."""
     has_autocast = device.type in ("cpu", "cuda")
     return torch.autocast(device.type, enabled=False) if has_autocast else contextlib.nullcontext()
-
-
-# ---- forward and backward of the op that ``ck.linear_logp`` calls --------------------------------
-
-
-def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tuple]:
-    """Return (arguments of the backward, (log p, log2 of the sum, entropy))."""
-    options = checks.Options(**scoring.options())
-    problem = checks.linear_logp(hidden, weight, target, bias, options, False)
-    numbers = (
-        problem.temperature,
-        problem.start,
-        problem.vocab,
-        scoring.ignore_index,
-        problem.softcap,
-        scoring.order,
-    )
-    each = problem.temperatures
-    results = op.linear_logp(
-        hidden, weight, bias, target, each, None, *numbers, scoring.return_entropy, 0
-    )[:3]
-    return (each, numbers), results
-
-
-def _backward(upstream, operands, target, saved, arguments, needs) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of hidden, weight and bias; empty where ``needs`` has False."""
-    each, numbers = arguments
-    return op.linear_logp_backward(
-        *upstream, None, *operands, target, each, *saved, None, *numbers, needs
-    )

@@ -19,7 +19,7 @@ from tests.integrations import moe_models
 
 pytest.importorskip("transformers")
 BF16, FP32 = torch.bfloat16, torch.float32
-TOKENS, WIDTH = 70, 256
+TOKENS, WIDTH = 70, moe_models.WIDTH
 #: (model, norm_topk_prob; None: the config has none).
 FAMILIES = [
     ("mixtral", None),

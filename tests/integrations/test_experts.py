@@ -10,7 +10,7 @@ from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
 from cute_kernels.integrations import experts as interface
 from cute_kernels.integrations import transformers as ours
 from tests.contract import same_bytes
-from tests.integrations.moe_models import KINDS, LENGTH, model_of, tokens
+from tests.integrations.moe_models import KINDS, LENGTH, WIDTH, model_of, tokens
 
 pytest.importorskip("transformers.integrations.moe")
 
@@ -21,6 +21,7 @@ def registered():
     ours.register()
 
 
+EAGER = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
 #: By day experts with biases and a gate of their own; test_mixtures.py decodes a Qwen3-MoE.
 BY_DAY = ("gpt_oss",)
 ALL = [*BY_DAY, *(pytest.param(k, marks=pytest.mark.nightly) for k in KINDS if k not in BY_DAY)]
@@ -54,11 +55,8 @@ def test_rows_of_a_model(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind):
     """Logits and gradients are those of eager experts in fp32, within the rounding of bf16."""
-    exact = model_of(
-        kind, torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    model = model_of(kind)
-    exact.load_state_dict({name: t.float() for name, t in model.state_dict().items()})
+    exact, model = model_of(kind, **EAGER).float(), model_of(kind)
+    exact.load_state_dict(model.state_dict())
     ids = tokens()
     want = exact(ids, labels=ids)
     with ck.batch_invariant():
@@ -75,7 +73,7 @@ def test_values_and_gradients(kind):
 
 
 def test_refused_by_name():
-    x, index, weights = torch.randn(4, 256).bfloat16(), torch.zeros(4, 1).long(), torch.ones(4, 1)
+    x, index, weights = torch.randn(4, WIDTH).bfloat16(), torch.zeros(4, 1).long(), torch.ones(4, 1)
     module = model_of("gpt_oss").model.layers[0].mlp.experts
     with pytest.raises(ArgumentValueError, match=r"module\._apply_gate.*batch_invariant"):
         module(x, index, weights)

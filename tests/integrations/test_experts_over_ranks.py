@@ -21,7 +21,7 @@ from cute_kernels.integrations import transformers as ours
 from cute_kernels.moe import exchange
 from tests import ranks
 from tests.contract import same_bytes
-from tests.integrations.moe_models import VOCABULARY, model_of, tokens
+from tests.integrations.moe_models import VOCABULARY, WIDTH, model_of, tokens
 from tests.moe.parallel_cases import orders_by_sources_descending
 from tests.ranks import joined
 
@@ -227,7 +227,7 @@ def test_refused_by_name(alone, monkeypatch):
     assert ours.shard_experts(model, alone)[1] == name
     with pytest.raises(ArgumentValueError, match=r"experts that are not cut over ranks yet"):
         ours.shard_experts(model, alone)
-    x, index = torch.randn(4, 256).bfloat16(), torch.zeros(4, 1).long()
+    x, index = torch.randn(4, WIDTH).bfloat16(), torch.zeros(4, 1).long()
     assert module(x, index, torch.ones(4, 1)).shape == x.shape
     model.set_experts_implementation("grouped_mm")
     with pytest.raises(ArgumentValueError, match=r"experts_implementation: .*got 'grouped_mm'"):

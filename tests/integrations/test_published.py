@@ -185,7 +185,7 @@ def test_a_folder_for_engines_that_read_it_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"expected_version": "3"}, ArgumentTypeError, "expected_version: .*'3'"),
+        ({"expected_version": "3"}, ArgumentTypeError, "expected_version: .*str"),
         ({"expected_version": -1}, ArgumentValueError, "expected_version: .*-1"),
         ({"model": "m"}, ArgumentTypeError, "model: .*str"),
         ({"update": 3}, ArgumentTypeError, "update: .*int"),

@@ -1,4 +1,4 @@
-"""Log-probs of causal LMs without logits: their bytes, what a config changes, what is refused."""
+"""Log-probs of causal LMs without logits: bytes, configs, positions of padding, what is refused."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from cute_kernels.integrations import causal_lm, gathering, sharded_head
 from cute_kernels.integrations.token_logps import policy_loss, token_logps
 from tests.contract import same_bytes
 from tests.integrations import tiny
+from tests.model.patch import families
 from tests.ranks import joined
 
 IDS = torch.randint(0, tiny.VOCAB, (3, 10), generator=torch.Generator().manual_seed(5))
@@ -89,8 +90,10 @@ def test_any_causal_lm_against_its_own_logits(name):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_bytes_of_the_ops_on_the_hidden_states(tied):
-    model = tiny.llama(tied)
+def test_the_bytes_of_the_ops_on_the_hidden_states(tied, monkeypatch):
+    """And no logits: the head is not multiplied."""
+    model, linear = tiny.llama(tied), torch.nn.functional
+    monkeypatch.setattr(linear, "linear", lambda *a, **k: pytest.fail("the head was multiplied"))
     hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1]
     head, parameters = model.lm_head.weight, list(model.parameters())
     options = {"temperature": 0.7, "return_entropy": True}
@@ -107,15 +110,6 @@ def test_the_bytes_of_the_ops_on_the_hidden_states(tied):
     for pair in (sums, (loss.loss, loss_of_op.loss)):
         grads = [torch.autograd.grad(t, parameters, retain_graph=True) for t in pair]
         assert all(a.any() and same_bytes(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_no_logits_are_made(monkeypatch):
-    model = tiny.llama()
-    monkeypatch.setattr(
-        torch.nn.functional, "linear", lambda *a, **k: pytest.fail("the head was multiplied")
-    )
-    token_logps(model, IDS).sum().backward()
-    assert model.lm_head.weight.grad is not None
 
 
 def test_targets_that_are_the_ids_are_refused():
@@ -191,6 +185,79 @@ def test_what_decides_which_tokens_are_scored():
     with torch.no_grad():
         model.lm_head.weight[80:] = float("nan")
     assert same_bytes(token_logps(model, IDS % 80, vocab_size=80), short)
+
+
+# ---- positions of padded sequences --------------------------------------------------------------
+
+PAD, LENGTH = 5, 12
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice]:
+    """(ids of one sequence, a batch of it and another, the mask, where its log-probs are)."""
+    one = families.ids(1, LENGTH)
+    width = {"left": (PAD, 0), "right": (0, PAD)}[side]
+    ids = torch.nn.functional.pad(one, width, value=3)
+    mask = torch.nn.functional.pad(torch.ones_like(one), width)
+    other = families.ids(1, LENGTH + PAD, seed=4)
+    first = width[0]
+    columns = slice(first, first + LENGTH - 1)
+    return one, torch.cat((ids, other)), torch.cat((mask, torch.ones_like(other))), columns
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+@torch.no_grad()
+def test_padding_does_not_change_bytes(name, side):
+    model = families.model(name)
+    ck.patch(model)
+    one, ids, mask, columns = padded(side)
+    want = token_logps(model, one)
+    assert same_bytes(token_logps(model, ids, attention_mask=mask)[:1, columns], want)
+    # With targets nothing is shifted, and positions are the same.
+    targets = ids.roll(-1, 1).masked_fill(mask.roll(-1, 1) == 0, -100)
+    got = token_logps(model, ids, targets, attention_mask=mask)[:1, columns]
+    assert same_bytes(got, want)
+
+
+TABLES = {
+    "gpt2": transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=tiny.VOCAB + 1),
+    "opt": transformers.OPTConfig(
+        vocab_size=97, hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2
+    ),
+    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=2),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@torch.no_grad()
+def test_learned_positions_and_alibi(name):
+    """Columns taken for positions are off by far more than rounding."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(TABLES[name]).eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    one, ids, mask, columns = padded("left")
+    want = token_logps(model, one)
+    got = token_logps(model, ids, attention_mask=mask)[:1, columns]
+    assert (got - want).abs().max() < 1e-3
+    if name == "gpt2":  # the caller's own positions count
+        given = torch.arange(ids.shape[1])[None].expand_as(ids)
+        got = token_logps(model, ids, attention_mask=mask, position_ids=given)[:1, columns]
+        assert (got - want).abs().max() > 0.1
+
+
+def test_a_table_without_position_ids_refuses_padding_before_tokens():
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "decoder_layers": 1, "decoder_ffn_dim": 64}
+    config = transformers.BartConfig(
+        vocab_size=97, decoder_attention_heads=2, pad_token_id=0, **sizes
+    )
+    model = transformers.BartForCausalLM(config).eval()
+    one, ids, mask, columns = padded("right")
+    got = token_logps(model, ids, attention_mask=mask)[:1, columns]
+    assert (got - token_logps(model, one)).abs().max() < 1e-3
+    with pytest.raises(ArgumentValueError, match=r"attention_mask: .*BartDecoder.*position_ids"):
+        token_logps(model, ids.flip(1), attention_mask=mask.flip(1))
 
 
 # ---- a policy loss ------------------------------------------------------------------------------
@@ -287,14 +354,6 @@ def test_the_model_is_as_before_also_after_an_error():
     model.forward = forward = model.forward  # as accelerate does
     token_logps(model, IDS)
     assert model.forward is forward
-
-
-def test_hooks_of_the_head_run():
-    model, seen = tiny.llama(), []
-    model.lm_head.register_forward_pre_hook(lambda m, args: seen.append("before"))
-    model.lm_head.register_forward_hook(lambda m, args, out: seen.append("after"))
-    token_logps(model, IDS)
-    assert seen == ["before", "after"]
 
 
 # ---- hidden states ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError, PatchError
 from cute_kernels.integrations import trl as integration
+from cute_kernels.logp import api
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -374,6 +375,64 @@ def test_contracts():
         integration.require_same_contracts({"rms_norm": here["rms_norm"]}, here)
 
 
+# ---- SFT, DPO and KTO put a head of TRL's own around a model -------------------------------------
+
+WORDS = [" ".join(f"w{i}" for i in range(first, first + 9)) for first in (3, 14, 25, 36)]
+ROWS = {
+    "SFT": [{"text": words} for words in WORDS],
+    "DPO": [{"prompt": w, "chosen": "w50 w51 w52", "rejected": "w60 w61"} for w in WORDS],
+    "KTO": [{"prompt": w, "completion": w[-7:], "label": w < "w2"} for w in WORDS],
+}
+
+
+def other_trainer(name: str, path, folder):
+    settings = {"per_device_train_batch_size": 4, "max_steps": 1, "report_to": []}
+    settings |= {"use_cpu": True, "bf16": False, "save_strategy": "no"}
+    return getattr(trl, f"{name}Trainer")(
+        model=trl_step.load(path),
+        args=getattr(trl, f"{name}Config")(output_dir=str(folder), **settings),
+        train_dataset=trl_step.dataset(ROWS[name]),
+        processing_class=trl_step.tokenizer(),
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple]:
+    """The shapes of hidden states that ``ck.linear_logp`` is called with."""
+    shapes, theirs = [], api.linear_logp
+
+    def counted(hidden, *args, **options):
+        shapes.append(tuple(hidden.shape))
+        return theirs(hidden, *args, **options)
+
+    monkeypatch.setattr(api, "linear_logp", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_report_claims_what_runs(name, path, tmp_path, calls):
+    """One step is run, and its ops are compared with the report."""
+
+    def claims_the_loss(report) -> bool:
+        return any(part.by == "ck.linear_logp" for part in report.replaced)
+
+    one = other_trainer(name, path, tmp_path)
+    one.train()
+    assert one.state.global_step == 1 and not calls
+    report = ck.patch(one.model)
+    assert not claims_the_loss(report) and not report.complete
+    left = {part.part: part.known for part in report.moving}
+    assert "trl.trainer.utils._fused_forward" in left["LlamaForCausalLM: loss"]
+    with pytest.raises(PatchError, match="_fused_forward"):
+        ck.patch(one.model, strict=True)
+    # Without TRL's head forward(labels=) is ours, and the report says so.
+    vars(one.model).pop("forward")
+    assert claims_the_loss(ck.patch(one.model, strict=True))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    one.model(input_ids=ids, labels=ids).loss.backward()
+    assert calls == [(1, 4, 128)]
+
+
 # ---- bad inputs ---------------------------------------------------------------------------------
 
 
@@ -423,15 +482,11 @@ def test_bad_arguments(call, error, words):
         call()
 
 
-SEQUENCES = {"importance_sampling_level": "sequence"}
-
-
 @pytest.mark.parametrize(
     ("cls", "setting", "words"),
     [
         (trl_step.Trainer, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected off"),
         (trl_step.Trainer, {"bf16": True, CONTINUOUS: True}, "bf16: expected off"),
-        (Fused, SEQUENCES, "importance_sampling_level: expected 'token'"),
         (Fused, {"loss_type": "vespo"}, "loss_type: .*vespo"),
         (Fused, {CONTINUOUS: True}, f"args.{CONTINUOUS}: expected False"),
     ],
