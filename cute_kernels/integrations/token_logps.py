@@ -13,7 +13,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -79,8 +78,8 @@ def token_logps(
         Others: as ``ck.linear_logp``.
     """
     scoring = Scoring(order, temperature, 0.0, ignore_index, return_entropy, vocab_size)
-    tokens = _Tokens(input_ids, targets, attention_mask, last)
-    return _scored(model, tokens, scoring, inputs, head_logp)
+    tokens = input_ids, targets, attention_mask, last
+    return _scored(model, *tokens, scoring, inputs, head_logp)
 
 
 def policy_loss(
@@ -117,32 +116,25 @@ def policy_loss(
         Others: as `token_logps` and ``ck.linear_policy_loss``.
     """
     scoring = Scoring(order, temperature, 0.0, ignore_index, vocab_size=vocab_size)
-    tokens = _Tokens(input_ids, targets, attention_mask, last)
+    tokens = input_ids, targets, attention_mask, last
     compute = functools.partial(head_policy_loss, options=options)
-    return _scored(model, tokens, scoring, dict(inputs or {}), compute)
-
-
-class _Tokens(NamedTuple):
-    """Tokens to score: arguments of `token_logps`."""
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor | None
-    attention_mask: torch.Tensor | None
-    last: int
+    return _scored(model, *tokens, scoring, dict(inputs or {}), compute)
 
 
 def _scored(
     model: torch.nn.Module,
-    tokens: _Tokens,
+    input_ids: torch.Tensor,
+    targets: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    last: int,
     scoring: Scoring,
     inputs: dict[str, object],
     compute: Callable[..., object],
 ) -> object:
     """Run the model with ``compute(head, hidden, target, scoring)`` in place of its head."""
     outer, inner = causal_lm.unwrapped(model)
-    input_ids, _, mask, _ = tokens
     _check_ids("input_ids", input_ids, causal_lm.vocabulary(inner))
-    scored = _targets(tokens, scoring.ignore_index)
+    scored = _targets(input_ids, targets, mask, last, scoring.ignore_index)
     base, head = causal_lm.base_model(inner), causal_lm.head(inner)
     change = causal_lm.transform(inner)
     # A scale of logits and a temperature are one factor: two would round twice.
@@ -164,7 +156,7 @@ def _scored(
         if hidden.shape[:-1] != input_ids.shape:
             want = f"one hidden state a token, {list(input_ids.shape)}"
             raise ArgumentTypeError(expected("the base model's output", want, list(hidden.shape)))
-        end = hidden.shape[1] - (tokens.targets is None)
+        end = hidden.shape[1] - (targets is None)
         hidden = hidden[:, end - scored.shape[1] : end]
         with causal_lm.other_forward(
             head.module, lambda h: compute(head.module, h, scored, scoring)
@@ -175,9 +167,14 @@ def _scored(
         return outer(**base_inputs)
 
 
-def _targets(tokens: _Tokens, ignore_index: int) -> torch.Tensor:
+def _targets(
+    ids: torch.Tensor,
+    targets: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    last: int,
+    ignore_index: int,
+) -> torch.Tensor:
     """Target tokens to score: the last ones of [B, S - 1] or [B, S]."""
-    ids, targets, mask, last = tokens
     if mask is not None and not isinstance(mask, torch.Tensor):
         raise ArgumentTypeError(expected("attention_mask", "a tensor", type(mask).__name__))
     if targets is not None:

@@ -242,10 +242,8 @@ def spans(
     if chunk and chunk == others.get("local_size") and chunk % _BLOCK:
         want = f"a multiple of {_BLOCK}, so that bits do not depend on where a prefill is cut"
         raise ArgumentValueError(expected("config.attention_chunk_size", want, chunk))
-    target, any_mask = (
-        api.kv_ranges_device(device),
-        mask_function not in (None, causal_mask_function),
-    )
+    target = api.kv_ranges_device(device)
+    any_mask = mask_function not in (None, causal_mask_function)
     if target.type != "cpu" and any_mask and attention_mask is None and q_length == kv_length:
         # The mask may be that of a varlen batch.
         target = torch.device("cpu")
@@ -297,10 +295,8 @@ def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
         want = f"no cache: {q_shape[2]} keys, as there are queries"
         raise ArgumentValueError(expected("cu_seq_lens_q", want, k_shape[2]))
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32:
-        want = "a mask that this module's spans() made"
-        raise ArgumentValueError(
-            expected("attention_mask", want, f"{mask!r:.40} and cu_seq_lens_q")
-        )
+        want, got = "a mask that this module's spans() made", f"{mask!r:.40} and cu_seq_lens_q"
+        raise ArgumentValueError(expected("attention_mask", want, got))
     return api.cut_kv_ranges(mask, lengths, of_keys)
 
 

@@ -20,7 +20,7 @@ from cute_kernels.integrations.publish import Layout, publish_weights, read_weig
 from tests import ranks
 from tests.contract import same_bytes
 
-pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
+safetensors = pytest.importorskip("safetensors", reason="pip install 'cute-kernels[demo]'")
 
 
 def some(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -71,15 +71,13 @@ def test_views_of_one_storage_are_not_tied(tmp_path):
 
 
 def test_a_module(tmp_path):
-    """As transformers can load it; a process of its own is rank 0 of 1 without ZeRO."""
-    from safetensors import safe_open
-
+    """A process of its own is rank 0 of 1 without ZeRO; transformers can load the file."""
     module = torch.nn.Linear(3, 2)
     manifest = publish_weights(tmp_path, module)
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (0, 1, 0)
     tensors = read_weights(tmp_path).tensors
     assert all(same_bytes(tensors[name], t) for name, t in module.state_dict().items())
-    with safe_open(tmp_path / "v00000000" / publish.WEIGHTS, "pt") as file:
+    with safetensors.safe_open(tmp_path / "v00000000" / publish.WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 

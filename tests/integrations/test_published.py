@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from types import SimpleNamespace
@@ -39,6 +40,15 @@ def holds(model: torch.nn.Module, source: torch.nn.Module) -> bool:
     )
 
 
+@pytest.fixture
+def engine(tmp_path) -> torch.nn.Linear:
+    """A model that holds version 1 of ``layer(1)``."""
+    publish_weights(tmp_path, layer(1), version=1)
+    model = layer(2)
+    load_published(tmp_path, 1, model=model)
+    return model
+
+
 def test_a_model_holds_what_was_asked_for(tmp_path):
     trainer, engine = layer(1), layer(2)
     assert version_in_use(engine) is None
@@ -54,11 +64,8 @@ def test_a_model_holds_what_was_asked_for(tmp_path):
     assert holds(engine, newer) and version_in_use(engine) == 5
 
 
-def test_a_stale_version_is_refused_by_name(tmp_path):
-    trainer, engine = layer(1), layer(2)
-    publish_weights(tmp_path, trainer, version=1)
-    load_published(tmp_path, 1, model=engine)
-    newer = layer(3)
+def test_a_stale_version_is_refused_by_name(tmp_path, engine):
+    trainer, newer = layer(1), layer(3)
     publish_weights(tmp_path, newer, version=2)
     with pytest.raises(ManifestError, match="version 1 is stale: 2 is published"):
         load_published(tmp_path, 1, model=engine)
@@ -77,10 +84,7 @@ def test_a_stale_version_is_refused_by_name(tmp_path):
     assert holds(engine, trainer) and version_in_use(engine) == 1
 
 
-def test_an_update_that_fails_leaves_no_version(tmp_path):
-    engine = layer(2)
-    publish_weights(tmp_path, layer(1), version=1)
-    load_published(tmp_path, 1, model=engine)
+def test_an_update_that_fails_leaves_no_version(tmp_path, engine):
     publish_weights(tmp_path, torch.nn.Linear(16, 9).bfloat16(), version=2)
     with pytest.raises(ShapeError, match=r"weight: expected \[\d+, 16\], got \[9, 16\]"):
         load_published(tmp_path, 2, model=engine)
@@ -137,10 +141,7 @@ def test_digests_follow_the_order_of_their_chunks(monkeypatch):
     assert published.tensors_digest(engine) != before
 
 
-def test_weights_that_sleep_are_not_read(tmp_path, monkeypatch):
-    engine = layer(2)
-    publish_weights(tmp_path, layer(1), version=1)
-    load_published(tmp_path, 1, model=engine)
+def test_weights_that_sleep_are_not_read(engine, monkeypatch):
     asleep = [SimpleNamespace(tag="kv_cache", is_asleep=True)]
     allocator = SimpleNamespace(pointer_to_data=dict(enumerate(asleep)))
     module = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=allocator))
@@ -153,32 +154,18 @@ def test_weights_that_sleep_are_not_read(tmp_path, monkeypatch):
     assert version_in_use(engine) == 1
 
 
-def test_damage_and_leftovers_of_a_killed_publisher(tmp_path):
-    engine, trainer = layer(2), layer(1)
-    publish_weights(tmp_path, trainer, version=1)
-    (tmp_path / ".writing-killed").mkdir()
-    (tmp_path / ".writing-killed" / WEIGHTS).write_bytes(b"half")
-    load_published(tmp_path, 1, model=engine)
-    assert holds(engine, trainer)
-    before = {name: t.clone() for name, t in engine.state_dict().items()}
+def test_damage_and_folders_for_engines_that_read_them(tmp_path, engine):
+    folder = published.verified_folder(tmp_path, 1)
+    assert sorted(os.listdir(folder)) == ["manifest.json", WEIGHTS]
     publish_weights(tmp_path, layer(5), version=2)
     file = tmp_path / "v00000002" / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(ManifestError, match="other bytes than were published"):
-        load_published(tmp_path, 2, model=engine)
-    with pytest.raises(ManifestError, match="other bytes than were published"):
-        published.verified_folder(tmp_path, 2)
-    assert all(same_bytes(before[name], t) for name, t in engine.state_dict().items())
-    assert version_in_use(engine) == 1
-
-
-def test_a_folder_for_engines_that_read_it_themselves(tmp_path):
-    publish_weights(tmp_path, layer(1), version=1)
-    folder = published.verified_folder(tmp_path, 1)
-    assert sorted(os.listdir(folder)) == ["manifest.json", WEIGHTS]
-    publish_weights(tmp_path, layer(2), version=2)
-    with pytest.raises(ManifestError, match="version 1 is stale"):
-        published.verified_folder(tmp_path, 1)
+    for read in (functools.partial(load_published, model=engine), published.verified_folder):
+        with pytest.raises(ManifestError, match="other bytes than were published"):
+            read(tmp_path, 2)
+        with pytest.raises(ManifestError, match="version 1 is stale"):
+            read(tmp_path, 1)
+    assert holds(engine, layer(1)) and version_in_use(engine) == 1
     assert published.verified_folder(tmp_path, 1, allow_older=True) == folder
 
 
@@ -221,18 +208,14 @@ def test_a_worker_loads_by_rpc_and_states_it_in_its_contract(tmp_path):
         worker.cute_kernels_load_published(str(tmp_path), "7")
 
 
-def test_parameters_that_no_tensor_filled_leave_no_version(tmp_path):
+def test_parameters_that_no_tensor_filled_leave_no_version(tmp_path, engine):
     """The check that the plug-in gives a model runs after a load, and its error is the load's."""
-    worker = Worker(layer(2))
-    model = worker.model_runner.model
+    worker, model = Worker(engine), engine
 
     def check_filled():
-        assert holds(model, trainer)
+        assert holds(model, layer(1))
         raise PatchError("model: expected a tensor for each parameter")
 
-    trainer = layer(1)
-    publish_weights(tmp_path, trainer, version=1)
-    worker.cute_kernels_load_published(str(tmp_path), 1)
     model.cute_kernels_check_filled = check_filled
     with pytest.raises(PatchError, match="for each parameter"):
         worker.cute_kernels_load_published(str(tmp_path), 1)
