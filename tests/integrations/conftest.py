@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks.threads import threaded  # noqa: F401
+
 
 @pytest.fixture(scope="session")
 def tokenizer():

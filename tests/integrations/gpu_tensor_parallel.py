@@ -49,11 +49,12 @@ def compare(device: str, cases: list[Case]) -> int:
     rank, degree = dist.get_rank(), dist.get_world_size()
     mesh, different = init_device_mesh(device, (degree,), mesh_dim_names=("tp",)), 0
     for case in cases:
-        label, of = f"{list(case.rows)} x [{case.n}, {case.k}] {case.dtype}", whole(case, device)
+        label = f"{list(case.rows)} x [{case.n}, {case.k}] {case.dtype}"
+        results = whole(case, device)
         for function in CUTS:
             for path in paths(degree):
                 with forced(path):
-                    names = named_on_all(differing(function, of, mesh, degree, rank))
+                    names = named_on_all(differing(function, results, mesh, degree, rank))
                 different += len(names)
                 verdict = "same bytes" if not names else f"DIFFER: {', '.join(names)}"
                 show(f"{function.__name__} {label} {path}: {verdict}")

@@ -162,19 +162,19 @@ GROUPED_CUTS = {
 }
 
 
-def differing(function, of: Whole, mesh, degree: int, rank: int, **options) -> list[str]:
+def differing(function, results: Whole, mesh, degree: int, rank: int, **options) -> list[str]:
     """The results of a rank that are not, byte for byte, its parts of the whole's."""
     axes, into = (CUTS | GROUPED_CUTS)[function], None
-    mine = [part(t, axis, degree, rank) for t, axis in zip(of[:8], axes, strict=True)]
+    mine = [part(t, axis, degree, rank) for t, axis in zip(results[:8], axes, strict=True)]
     x, weight, bias, dy, *want = mine
-    if of.main_grad:
-        options["main_grad"] = into = part(start_of(of.weight), axes[1], degree, rank)
+    if results.main_grad:
+        options["main_grad"] = into = part(start_of(results.weight), axes[1], degree, rank)
     given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
-    arguments = given if of.offsets is None else [*given[:2], of.offsets, given[2]]
+    arguments = given if results.offsets is None else [*given[:2], results.offsets, given[2]]
     y = function(*arguments, mesh=mesh, **options)
     y.backward(dy)
     got = [y.detach(), *(None if t is None else t.grad for t in given)]
-    if of.main_grad:
+    if results.main_grad:
         assert got[2] is None
         got[2] = into
     return unlike(got, want)

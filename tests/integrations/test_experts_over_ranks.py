@@ -109,7 +109,7 @@ def batches(world: int) -> Batches:
 def own_function(world: int) -> list[str]:
     """`shard_experts`, alone (nightly) and with FSDP2 for the rest of the model."""
     rank = dist.get_rank()
-    found = batches(world).differing(patched_and_cut(), rank, rank, world) if world == 4 else []
+    names = batches(world).differing(patched_and_cut(), rank, rank, world) if world == 4 else []
     model = patched()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     ours.shard_experts(model, mesh)
@@ -118,7 +118,7 @@ def own_function(world: int) -> list[str]:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, ignored_params=experts)
     fully_shard(model, mesh=mesh, ignored_params=experts)
-    return found + batches(world).differing(model, rank, rank, world)
+    return names + batches(world).differing(model, rank, rank, world)
 
 
 def last_rank_first(world: int) -> list[str]:

@@ -23,11 +23,7 @@ from tests.ranks import threads
 BF16, FP32 = torch.bfloat16, torch.float32
 N = 24
 
-
-@pytest.fixture(autouse=True)
-def threaded():
-    with threads.group_of_threads():
-        yield
+pytestmark = pytest.mark.usefixtures("threaded")
 
 
 def drawn(leaves: int, rows: int, n: int = N) -> torch.Tensor:
@@ -50,8 +46,8 @@ def exchange(path: str, parts, bias, dtype, ranks: int, board=None, pieces: int 
     sizes = Sizes(rows, n, count, ranks)
 
     def work(rank):
-        own = parts[rank.rank() * count :][:count]
-        leaves_of = lambda span: own[:, span].clone()  # noqa: E731
+        local = parts[rank.rank() * count :][:count]
+        leaves_of = lambda span: local[:, span].clone()  # noqa: E731
         total = Sum(leaves_of, sizes, bias, dtype, torch.device("cpu"), rank)
         return total.run(path, -(-rows // pieces))
 

@@ -46,12 +46,12 @@ def test_the_bytes_come_back(tmp_path):
     ids = {"linear": ck.contract_id("linear", "cpu")}
     metadata = {"step": 20, "run": {"name": "a"}}
     layout = Layout(zero_stage=3, world_size=2, rank=0)
-    made = publish_weights(tmp_path / "out", given, metadata, contract_ids=ids, layout=layout)
+    written = publish_weights(tmp_path / "out", given, metadata, contract_ids=ids, layout=layout)
     tensors, manifest = read_weights(tmp_path / "out", contract_ids=ids)
     assert tensors.keys() == given.keys()
     assert all(same_bytes(tensors[name], t) for name, t in given.items())
     assert tensors["head"] is tensors["embed"]
-    assert manifest == made
+    assert manifest == written
     assert (manifest.kind, manifest.version, manifest.tensor_count) == ("safetensors", 0, 7)
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
     assert (manifest.contract_ids, manifest.metadata) == (ids, metadata)
@@ -85,9 +85,9 @@ def test_resolved_fields_win_over_the_callers(tmp_path):
     claims = {"zero_stage": 0, "world_size": 8, "rank": 5, "version": 99, "kind": "x", "step": 1}
     claims |= {"tensor_count": 1, "contract_ids": {}, "files": {}, "sha256": "0", "format": 9}
     claims |= {"tensors": {}, "tied": {}, "metadata": {"mine": 1}}
-    made = publish_weights(tmp_path, some(), claims, version=4, layout=Layout(3, 2, 0))
+    written = publish_weights(tmp_path, some(), claims, version=4, layout=Layout(3, 2, 0))
     manifest = read_weights(tmp_path).manifest
-    assert manifest == made
+    assert manifest == written
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
     assert (manifest.version, manifest.kind, manifest.tensor_count) == (4, "safetensors", 6)
     assert manifest.metadata == {"step": 1}
@@ -124,12 +124,12 @@ def test_old_versions_are_removed_and_old_ones_can_be_read(tmp_path):
 def test_two_writers_and_a_reader_at_once(tmp_path):
     """Each version is whole, no number is given twice, and none is seen to fall."""
     publish_weights(tmp_path, {"w": torch.zeros(1000)})
-    made, seen, errors = [], [], []
+    numbers, seen, errors = [], [], []
     done = threading.Event()
 
     def write(value: float) -> None:
         for _ in range(10):
-            made.append(publish_weights(tmp_path, {"w": torch.full((1000,), value)}).version)
+            numbers.append(publish_weights(tmp_path, {"w": torch.full((1000,), value)}).version)
 
     def read() -> None:
         while not done.is_set():
@@ -149,7 +149,7 @@ def test_two_writers_and_a_reader_at_once(tmp_path):
     done.set()
     reader.join()
     assert not errors
-    assert sorted(made) == list(range(1, 21))
+    assert sorted(numbers) == list(range(1, 21))
     assert seen == sorted(seen) and seen
 
 
@@ -158,8 +158,8 @@ def test_two_writers_and_a_reader_at_once(tmp_path):
 
 def rewritten(path, **changes) -> None:
     """A manifest that is whole, and says something else."""
-    made = publish.Manifest.parse(path.read_text())
-    path.write_text(publish.Manifest(**{**vars(made), **changes}).text())
+    manifest = publish.Manifest.parse(path.read_text())
+    path.write_text(publish.Manifest(**{**vars(manifest), **changes}).text())
 
 
 def named_bytes(weights, manifest, content: bytes) -> None:

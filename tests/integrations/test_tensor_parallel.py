@@ -58,19 +58,13 @@ UNEVEN, UNEVEN_FP32 = (GroupedCase("uneven", dtype) for dtype in (BF16, FP32))
 ALL_FUNCTIONS = pytest.mark.parametrize("function", CUTS | GROUPED_CUTS, ids=lambda f: f.__name__)
 
 
-@pytest.fixture
-def threaded():
-    with threads.collectives():
-        yield
-
-
-def wrong(function, case: Case, degree: int, of: Whole | None = None, **options) -> set[str]:
+def wrong(function, case: Case, degree: int, results: Whole | None = None, **options) -> set[str]:
     """The results of a case that differ on some rank."""
-    of = of or whole(case)
-    found = threads.together(
-        degree, lambda rank: differing(function, of, rank, degree, rank.rank(), **options)
+    results = results or whole(case)
+    names_of_ranks = threads.together(
+        degree, lambda rank: differing(function, results, rank, degree, rank.rank(), **options)
     )
-    return {name for names in found for name in names}
+    return {name for names in names_of_ranks for name in names}
 
 
 @pytest.fixture
@@ -102,11 +96,11 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
     chosen = [(2, 3), (4, 70), (8, 9), (8, 7)] if function in CUTS else [(2, 0), (8, 0)]
     for degree, rows in chosen:
         case = Case((rows,), *SIZES[0], FP32, True) if function in CUTS else UNEVEN
-        of = whole(case)
+        results = whole(case)
         for block, path in itertools.product((1 << 28, 1 << 14), paths(degree)[1:]):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
             with forced(path):
-                assert not wrong(function, case, degree, of), (degree, rows, path)
+                assert not wrong(function, case, degree, results), (degree, rows, path)
 
 
 #: (cases of these functions, degree, options): chains as long as those in which MKL's order follows
@@ -123,22 +117,24 @@ OTHERS = [
 
 @pytest.mark.parametrize(("functions", "case", "degree", "options"), OTHERS)
 def test_other_cases(threaded, functions, case, degree, options):
-    of = whole(case)
+    results = whole(case)
     for function in functions:
-        assert not wrong(function, case, degree, of, **options), function
+        assert not wrong(function, case, degree, results, **options), function
 
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
 def test_main_grad_has_the_bytes_of_one(threaded, function):
     """Two micro-batches into the state of each rank, and weight.grad stays None."""
     case = Case((70,), *SIZES[0], BF16, False)
-    of, degree = whole(case), 4
+    results, degree = whole(case), 4
     want = torch.zeros(case.n, case.k)
-    weight = of.weight.clone().requires_grad_()
+    weight = results.weight.clone().requires_grad_()
     cut = CUTS[function]
 
     def work(rank):
-        mine = [part(t, axis, degree, rank.rank()) for t, axis in zip(of[:8], cut, strict=True)]
+        mine = [
+            part(t, axis, degree, rank.rank()) for t, axis in zip(results[:8], cut, strict=True)
+        ]
         shard, state = mine[1].clone().requires_grad_(), torch.zeros(mine[1].shape)
         for rows in (slice(0, 32), slice(32, 70)):
             y = function(mine[0][rows], shard, mesh=rank, main_grad=state)
@@ -146,7 +142,7 @@ def test_main_grad_has_the_bytes_of_one(threaded, function):
         assert shard.grad is None
         return state
 
-    ck.linear(of.x, weight, order="tree", main_grad=want).backward(of.dy)
+    ck.linear(results.x, weight, order="tree", main_grad=want).backward(results.dy)
     got = torch.cat(threads.together(degree, work), cut[1])
     assert contract.same_bytes(got, want)
 
@@ -292,20 +288,24 @@ def test_a_compiled_graph_is_refused_by_name_and_a_broken_one_has_the_bytes(thre
     [(ROW, Case((3,), *SIZES[0], FP32, False)), (EXPERT_ROW, GroupedCase("few", BF16))],
 )
 def test_a_double_backward_and_a_transform_are_refused(threaded, function, case):
-    of = whole(case)
+    results = whole(case)
 
     def work(rank):
         axes = (CUTS | GROUPED_CUTS)[function]
-        x, weight = (part(t, axis, 2, rank.rank()) for t, axis in zip(of[:2], axes, strict=False))
-        more = () if of.offsets is None else (of.offsets,)
+        x, weight = (
+            part(t, axis, 2, rank.rank()) for t, axis in zip(results[:2], axes, strict=False)
+        )
+        more = () if results.offsets is None else (results.offsets,)
         y = function(x.requires_grad_(), weight, *more, mesh=rank)
         with pytest.raises(UnsupportedTransformError, match=r"double backward|create_graph=True"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
     threads.together(2, work)
-    if of.offsets is not None:
+    if results.offsets is not None:
         with pytest.raises(UnsupportedTransformError, match=r"torch\.compile"):
-            torch.func.vmap(lambda x: function(x, of.weight, of.offsets, mesh=1))(of.x[None])
+            torch.func.vmap(lambda x: function(x, results.weight, results.offsets, mesh=1))(
+                results.x[None]
+            )
 
 
 # ---- names --------------------------------------------------------------------------------------
@@ -349,10 +349,10 @@ def compare_bytes() -> None:
             least = 0 if path == leaf_exchange.GATHERED else 37
             chosen = [case for case in cases(degree) if sum(case.rows) >= least]
             for case in chosen[at % 5 :: 5]:
-                of = whole(case)
+                results = whole(case)
                 for function in CUTS:
                     with forced(path):
-                        wrong = differing(function, of, mesh, degree, group.rank())
+                        wrong = differing(function, results, mesh, degree, group.rank())
                     assert not wrong, (function, case, degree, path, wrong)
 
 
@@ -360,13 +360,13 @@ def compare_modules() -> None:
     """A column-parallel linear, relu and a row-parallel one, against whole ones."""
     torch.manual_seed(5)
     first, second, x = torch.nn.Linear(128, 256), torch.nn.Linear(256, 128), torch.randn(9, 128)
-    of = x.clone().requires_grad_()
-    hidden = ck.linear(of, first.weight, first.bias, order="tree").relu()
+    leaf = x.clone().requires_grad_()
+    hidden = ck.linear(leaf, first.weight, first.bias, order="tree").relu()
     want = ck.linear(hidden, second.weight, second.bias, order="tree")
     want.square().sum().backward()
     rank = dist.get_rank()
     gradients = {
-        "dx": of.grad,
+        "dx": leaf.grad,
         "0.weight": first.weight.grad.chunk(WORLD)[rank],
         "0.bias": first.bias.grad.chunk(WORLD)[rank],
         "2.weight": second.weight.grad.chunk(WORLD, 1)[rank],
@@ -480,9 +480,9 @@ def refuse() -> None:
         else:
             raise AssertionError(f"{row}: nothing is raised")
     for rows in ((3,), (0,), (70,)):
-        of = whole(Case(rows, *SIZES[0], FP32, True))
+        results = whole(Case(rows, *SIZES[0], FP32, True))
         for function in CUTS:
-            assert not differing(function, of, mesh, WORLD, dist.get_rank()), (function, rows)
+            assert not differing(function, results, mesh, WORLD, dist.get_rank()), (function, rows)
 
 
 def leave_uncompared() -> None:

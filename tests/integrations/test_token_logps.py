@@ -549,8 +549,8 @@ def test_a_sharded_head_has_the_bytes_of_the_op(monkeypatch, bias, cast, frozen)
         monkeypatch.setattr(gathering, "is_sharded", lambda p, held=held: held)
         with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
             out = sharded_head.head_logp(head, hidden, target, scoring)
-        found = torch.autograd.grad(out, given, upstream)
-        results.append([*(t.detach() for t in out), *found])
+        gradients = torch.autograd.grad(out, given, upstream)
+        results.append([*(t.detach() for t in out), *gradients])
     assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))
     assert len(results[0]) == 2 + len(given)
 

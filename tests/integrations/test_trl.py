@@ -140,10 +140,10 @@ def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
 def test_without_the_patch_ratios_are_not_one(path, tokenizer, tmp_path):
     one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, unchecked=True)
     one.train()
-    found = trl_step.ratios(one)
-    assert bool((found != 1).any()) and bool((found.log().abs() < 1).all())
+    ratios = trl_step.ratios(one)
+    assert bool((ratios != 1).any()) and bool((ratios.log().abs() < 1).all())
     tokens = [int(batch["completion_mask"].sum()) for batch in one.batches]
-    shares = [(part != 1).float().mean().item() for part in found.split(tokens)]
+    shares = [(part != 1).float().mean().item() for part in ratios.split(tokens)]
     logged = one.state.log_history[0]["sampling/ratio_not_one"]
     assert logged == pytest.approx(sum(shares) / len(shares))
 

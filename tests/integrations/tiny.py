@@ -100,14 +100,14 @@ def alone(model: torch.nn.Module, steps: int) -> Iterator[tuple[list, dict, torc
     for step in range(steps):
         whole = batch(step)
         count = int(learnt(whole).sum())
-        logps, found = [], []
+        logps, parts = [], []
         for rank in range(RANKS):
             half = part(whole, rank)
             new, loss = scored(model, reference, half, count)
             logps.append(new)
-            found.append(torch.autograd.grad(loss * RANKS, list(model.parameters())))
+            parts.append(torch.autograd.grad(loss * RANKS, list(model.parameters())))
         gradients = {}
-        for (name, parameter), *halves in zip(model.named_parameters(), *found, strict=True):
+        for (name, parameter), *halves in zip(model.named_parameters(), *parts, strict=True):
             parameter.grad = (halves[0] + halves[1]) / RANKS
             gradients[name] = parameter.grad.clone()
         steady.step()
@@ -204,11 +204,11 @@ def check_publication(shard: Sharded, single: torch.nn.Module, publish, folder, 
     """All ranks publish the whole weights, and have what rank 0 wrote."""
     ids = {"linear_logp": ck.contract_id("linear_logp", "cpu", torch.float32)}
     claims = {"zero_stage": 9, "world_size": 9, "step": 3}
-    made = publish(folder, shard.model, claims, contract_ids=ids)
+    manifest_of_rank = publish(folder, shard.model, claims, contract_ids=ids)
     dist.barrier()
     tensors, manifest = read_weights(folder, contract_ids=ids)
     want = single.state_dict()
-    assert manifest == made and manifest.metadata == {"step": 3}
+    assert manifest == manifest_of_rank and manifest.metadata == {"step": 3}
     assert tensors.keys() == want.keys() and not differing(tensors, want)
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (stage, RANKS, 0)
     tied = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.runtime import process_groups
 from tests.hang import HANG_SECONDS
 
@@ -136,13 +135,6 @@ def group_of_threads() -> Iterator[None]:
 def threaded() -> Iterator[None]:
     """Ranks that are threads, each of which computes alone."""
     with group_of_threads():
-        yield
-
-
-@contextlib.contextmanager
-def collectives() -> Iterator[None]:
-    """Inside, `tensor_parallel` takes a `Rank` for a mesh, of any number of ranks."""
-    with group_of_threads(), mock.patch.object(tp, "group_of_mesh", lambda mesh: mesh):
         yield
 
 
