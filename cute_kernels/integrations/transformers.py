@@ -82,13 +82,10 @@ def register() -> None:
     if reason := why_not():
         raise MissingPackageError(reason)
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, spans)
-    try:
-        from transformers.integrations.moe import ExpertsInterface
-    except ImportError:  # a version without an interface for experts
-        return
     ExpertsInterface.register(NAME, experts.experts)
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface

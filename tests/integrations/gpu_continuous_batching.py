@@ -21,6 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import cute_kernels as ck
 from cute_kernels.integrations import continuous_batching
+from tests.model.patch import families
 
 
 class Setup(NamedTuple):
@@ -54,23 +55,19 @@ FORMS = {
 
 def make_model(setup: Setup, patched: bool) -> torch.nn.Module:
     """A random Llama whose log-probs are neither flat nor certain."""
-    torch.manual_seed(0)
     width = setup.width
-    config = transformers.LlamaConfig(
+    model = families.model(
+        "llama",
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=setup.layers,
-        head_dim=64,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 128,
         vocab_size=setup.vocab,
         max_position_embeddings=8192,
         initializer_range=width**-0.5,
-        bos_token_id=None,
-        eos_token_id=None,
         attn_implementation="sdpa",
-    )
-    model = transformers.LlamaForCausalLM(config).bfloat16().to(setup.device).eval()
+    ).to(setup.device)
     if patched:
         ck.patch(model, strict=True)
     return model

@@ -10,10 +10,7 @@ import torch
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
 from cute_kernels.integrations import continuous_batching
 from tests.contract import same_bytes
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("transformers.generation.continuous_batching")
-from tests.integrations import gpu_continuous_batching as script  # noqa: E402
+from tests.integrations import gpu_continuous_batching as script
 
 SMALL = script.SMALL
 

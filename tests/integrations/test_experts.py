@@ -12,8 +12,6 @@ from cute_kernels.integrations import transformers as ours
 from tests.contract import same_bytes
 from tests.integrations.moe_models import KINDS, LENGTH, WIDTH, model_of, tokens
 
-pytest.importorskip("transformers.integrations.moe")
-
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():

@@ -11,15 +11,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import ContractError
 from cute_kernels.integrations import published
+from tests.integrations import decoder
 from tests.integrations.vllm import loop, stand_in
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-from tests.integrations import decoder  # noqa: E402
 
 grpo = loop.load()
 SIZES = ["--hidden=128", "--layers=1", "--groups=2", "--samples=2", "--steps=2"]

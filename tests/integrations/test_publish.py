@@ -11,6 +11,7 @@ import sys
 import threading
 
 import pytest
+import safetensors
 import torch
 
 import cute_kernels as ck
@@ -19,8 +20,6 @@ from cute_kernels.integrations import publish
 from cute_kernels.integrations.publish import Layout, publish_weights, read_weights, versions
 from tests import ranks
 from tests.contract import same_bytes
-
-safetensors = pytest.importorskip("safetensors", reason="pip install 'cute-kernels[demo]'")
 
 
 def some(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -25,8 +25,6 @@ from cute_kernels.integrations.published import load_published, require_version,
 from tests.contract import same_bytes
 from tests.integrations.vllm.stand_in import Worker
 
-pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
-
 
 def layer(seed: int) -> torch.nn.Linear:
     torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from types import SimpleNamespace as namespace
 
 import pytest
 import torch
+import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, PatchError, SettingError
@@ -92,7 +93,6 @@ class Scaled(RotaryEmbedding):
 
 
 def test_rotary_is_that_of_a_patched_model():
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=HEADS * DIM, num_attention_heads=HEADS, intermediate_size=64, vocab_size=32,
         num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": 5e5},

@@ -17,7 +17,6 @@ from tests.contract import same_bytes
 from tests.model.patch import families
 
 INSTALL = "is not installed: pip install -c constraints.txt '.[trl]'"
-transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason=f"trl {INSTALL}")
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 

@@ -11,13 +11,13 @@ import json
 
 import pytest
 import torch
+import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
 from cute_kernels.integrations import contract_exchange, trl_vllm
 from tests.contract import same_bytes
 
-transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason="trl is not installed")
 from tests.integrations import decoder, trl_step  # noqa: E402
 
