@@ -113,25 +113,6 @@ def test_thread_counts_keep_their_own_bits():
         torch.set_num_threads(before)
 
 
-def test_reduced_fp32_precision_is_not_taken():
-    """torch.set_float32_matmul_precision may not change a bit: fp32 is IEEE."""
-    target = linear_op()
-    want = target.run(target.rows(70, SEED))
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        got = target.run(target.rows(70, SEED))
-        plain = torch.nn.functional.linear(target.rows(70, SEED), *weights(torch.float32))
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert contract.same_bytes(got, want)
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        exact = reference.gemm(target.rows(70, SEED), weights(torch.float32)[0])
-        loose = (plain.double() - weights(torch.float32)[1] - exact).abs().max()
-        tight = (want.double() - weights(torch.float32)[1] - exact).abs().max()
-        assert tight < 1e-4 and loose >= tight  # the flag is real where the processor has bf16
-
-
 def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
     """The self-proof is not for show: a product with a row-dependent order fails the call."""
     true_mm = cpu.mm
