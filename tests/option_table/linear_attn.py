@@ -232,6 +232,16 @@ def gated_norm(weight=None, groups: int = 1, main_grad=None, **options) -> dict[
     return shares(got, want)
 
 
+def mains(gate) -> dict[str, tuple]:
+    """A gate with main_grads that are no zeros."""
+    return {"gate": (*gate, *(drawn(len(t), seed=10, dtype=FP32) for t in gate))}
+
+
+#: A delta rule -> its gate's parameters, and an option that the other has not.
+RULES = ("gated_delta_rule", GATES[False], {}), ("kda", GATES[True], {"bound": -5.0})
+PACK = {
+    "batch": 1, "offsets": DELTA_PACK.offsets, "states": drawn(3, 2, 64, 64, seed=9, dtype=FP32),
+}  # fmt: skip
 BIAS, STATES = drawn(CHANNELS, seed=5), drawn(2, CHANNELS, 3, seed=6)
 TABLE: dict[str, Cases] = {
     "causal_conv1d_fn": cases(
@@ -257,26 +267,26 @@ TABLE: dict[str, Cases] = {
         all={"slots": torch.tensor([2, 0]), "bias": BIAS, "activation": "silu"},
     ),
     **{
-        op: cases(
-            functools.partial(delta, op),
+        f"chunk_{op}": cases(
+            functools.partial(delta, f"chunk_{op}"),
             plain={},
             states={"states": drawn(2, 2, 64, 64, seed=8, dtype=FP32), "scale": 0.5},
-            pack={
-                "batch": 1, "offsets": DELTA_PACK.offsets,
-                "states": drawn(3, 2, 64, 64, seed=9, dtype=FP32),
-            },
+            pack=PACK,
             norm={"norm": True},
             gate={"gate": gate},
-            main_grads={
-                "batch": 1, "offsets": DELTA_PACK.offsets, "norm": True,
-                "gate": (*gate, *(drawn(len(t), seed=10, dtype=FP32) for t in gate)),
-            },
-            **({"bound": {"gate": gate, "bound": -5.0}} if op.endswith("kda") else {}),
+            main_grads={"batch": 1, "offsets": DELTA_PACK.offsets, "norm": True, **mains(gate)},
+            **({"bound": {"gate": gate, **bound}} if bound else {}),
         )
-        for op, gate in (
-            *((f"{name}_gated_delta_rule", GATES[False]) for name in ("chunk", "fused_recurrent")),
-            *((f"{name}_kda", GATES[True]) for name in ("chunk", "fused_recurrent")),
+        for op, gate, bound in RULES
+    },
+    # The same ops by other names.
+    **{
+        f"fused_recurrent_{op}": cases(
+            functools.partial(delta, f"fused_recurrent_{op}"),
+            plain={},
+            all={**PACK, "scale": 0.5, "norm": True, **mains(gate), **bound},
         )
+        for op, gate, bound in RULES
     },
     "mamba_chunk_scan_combined": cases(
         scan,
