@@ -7,6 +7,7 @@ to.  What an op expects of shapes and values is in the tests of its system.
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 
 import pytest
@@ -146,15 +147,12 @@ def test_right_arguments_are_right(op):
     assert call(op) is not None
 
 
-@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("op", RIGHT)
-def test_a_wrong_tensor(op, wrong):
+def test_a_wrong_tensor(op):
     """Each in turn.  Of two devices the other argument is named where the first is elsewhere."""
-    make, error, word = WRONG[wrong]
-    for name in tensors(op):
-        if error is DeviceError and name == tensors(op)[0]:
-            continue
-        refused(op, error, name, word, **{name: make(RIGHT[op][name])})
+    for name, (make, error, word) in itertools.product(tensors(op), WRONG.values()):
+        if error is not DeviceError or name != tensors(op)[0]:
+            refused(op, error, name, word, **{name: make(RIGHT[op][name])})
 
 
 #: Type of an option's annotation -> a value of another type.
@@ -202,12 +200,10 @@ OF_WEIGHTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", MAINS)
 @pytest.mark.parametrize("op", OF_WEIGHTS)
-def test_a_wrong_main_grad(op, wrong):
-    make, error, word = MAINS[wrong]
+def test_a_wrong_main_grad(op):
     option, weights = OF_WEIGHTS[op]
-    for weight in weights:
+    for weight, (wrong, (make, error, word)) in itertools.product(weights, MAINS.items()):
         if wrong == "expanded" and RIGHT[op][weight].numel() == 1:
             continue  # one element is at one address
         main = make(torch.zeros(RIGHT[op][weight].shape), RIGHT[op][weight])

@@ -42,17 +42,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_backward_adds_to_it_and_sets_the_parameters_flag(name, way):
-    surroundings, made_of = WAYS[way]
-    weight, x = parameter(name), rows()
-    with surroundings():
-        y = run(name, x, made_of(weight), weight.main_grad)
-        assert untouched(name, weight)
-    y.backward(upstream(y))
-    assert added(weight, written(name))
-    assert not same_bytes(weight.main_grad, parameter(name).main_grad)
+def test_a_backward_adds_to_it_and_sets_the_parameters_flag(name):
+    want = written(name)
+    assert not same_bytes(want, parameter(name).main_grad)
+    for way, (surroundings, made_of) in WAYS.items():
+        weight, x = parameter(name), rows()
+        with surroundings():
+            y = run(name, x, made_of(weight), weight.main_grad)
+            assert untouched(name, weight), way
+        y.backward(upstream(y))
+        assert added(weight, want), way
 
 
 @pytest.mark.parametrize("way", ["cast", "autocast", "autocast, moved"])
