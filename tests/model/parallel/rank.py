@@ -28,7 +28,7 @@ DEGREES = {
     "llama": ((1, 2, 4), ()),
     "qwen3": ((4,), (1, 2)),
     "gemma3": ((2,), (1, 4)),
-    "mixtral": ((1, 4), (2,)),
+    "mixtral": ((4,), (1, 2)),
     **dict.fromkeys(("qwen2", "mistral", "gemma2", "phi3", "olmo2", "gpt_neox"), ((), (2, 4))),
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe"), ((), (1, 2, 4))),
 }

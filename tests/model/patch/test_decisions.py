@@ -284,11 +284,11 @@ def test_a_model_with_parts_that_are_left(which):
     assert (got - want).norm() <= 0.05 * want.norm()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v2", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "gpt_oss"])
 def test_models_that_are_complete(kind):
-    """Conv1D; groups of experts, complex rotary embeddings; biases, sinks; experts in one product.
+    """Groups of experts, complex rotary embeddings; biases, sinks.
 
-    test_every_causal_lm has the others.
+    test_every_causal_lm has the others, by night.
     """
     assert all_causal_lms.outcome(kind)[0] == "complete"
 
