@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from ...integrations.sharded_head import SCORES
 from ...runtime import main_grad as destination
 from ...runtime.dynamo import untraced
+from ..patch.report import CUT
 from . import checks, forwards, shards
 from .exchange import local
 
-#: Attribute of a module whose parameters are replicated: ids of its hooks.
-HOOKS = "_cute_kernels_replicas"
+#: Attribute of a module of a cut model: (dictionary of its hooks, id) of each of ours.
+HOOKS = "_cute_kernels_parallel_hooks"
 
 
 def wrap(model: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -40,22 +42,25 @@ def wrap(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 def hook(module: torch.nn.Module) -> None:
     """Let the forward of a module that is not cut read local tensors of its parameters."""
-    pre = module.register_forward_pre_hook(_show_local)
-    post = module.register_forward_hook(_show_parameters, always_call=True)
-    vars(module)[HOOKS] = pre.id, post.id
+    note(module, "_forward_pre_hooks", module.register_forward_pre_hook(_show_local))
+    handle = module.register_forward_hook(_show_parameters, always_call=True)
+    note(module, "_forward_hooks", handle)
+    note(module, "_forward_hooks_always_called", handle)
     if isinstance(module, torch.nn.Linear):
         vars(module)[SCORES] = forwards.scores
 
 
-def unhook(module: torch.nn.Module) -> None:
-    """Remove what `hook` wrote on a module."""
-    if HOOKS not in vars(module):
-        return
+def note(module: torch.nn.Module, hooks: str, handle: RemovableHandle) -> None:
+    """Note a hook of ours, which `forget` removes."""
+    vars(module).setdefault(HOOKS, []).append((hooks, handle.id))
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Remove what a cut wrote on a module, besides its parameters."""
+    for hooks, key in vars(module).pop(HOOKS, ()):
+        getattr(module, hooks).pop(key, None)
+    vars(module).pop(CUT, None)
     vars(module).pop(SCORES, None)
-    pre, post = vars(module).pop(HOOKS)
-    module._forward_pre_hooks.pop(pre, None)
-    module._forward_hooks.pop(post, None)
-    module._forward_hooks_always_called.pop(post, None)
 
 
 @untraced

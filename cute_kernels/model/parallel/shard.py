@@ -9,24 +9,24 @@ Parameters that are not cut become DTensors too (replicas.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...integrations import tensor_parallel
 from ...integrations.sharded_head import SCORES
+from ..patch import decisions
 from ..patch.classes import EXPERTS_PARALLEL
-from ..patch.report import CUT
-from . import checks, dtensor, forwards, replicas, shards
+from ..patch.decisions import Decisions
+from ..patch.report import CUT, Kind, Left, Options
+from . import checks, dtensor, forwards, replicas, shards, styles
 from .styles import Layout, Site
 
 # Here, as a cut model that was pickled imports this file alone.
 dtensor.install()
 
-#: Attribute of a module that is cut: the id of the hook that loads whole tensors.
-_HOOK = "_cute_kernels_parallel_hook"
-#: Attribute of experts that are cut: the id of the hook that checks what a state dict will have.
-_STATE_HOOK = "_cute_kernels_parallel_state_hook"
 #: Types of whole tensors in a state dict.
 _WHOLE = (torch.Tensor, torch.nn.Parameter)
 #: Module of the forwards that transformers' tensor parallelism puts into instances.
@@ -34,7 +34,7 @@ _TRANSFORMERS = "transformers.distributed.tensor_parallel"
 
 
 @contextlib.contextmanager
-def described_whole(model: torch.nn.Module) -> Iterator[None]:
+def _described_whole(model: torch.nn.Module) -> Iterator[None]:
     """Give each DTensor parameter a plain stand-in of the whole shape, and free forwards.
 
     What plans a patch reads types, shapes and devices of parameters, and whether transformers'
@@ -65,22 +65,43 @@ def _is_cut_by_transformers(module: torch.nn.Module) -> bool:
     return getattr(forward, "__module__", None) == _TRANSFORMERS
 
 
-def describe(layout: Layout) -> list[str]:
-    """Lines that are the same on every rank that cuts a model in the same way."""
-    return [
-        f"{site.name} {site.kind} {site.axis} {site.cut.size} "
-        f"{[(tuple(p.shape), str(p.dtype)) for p in site.module.parameters(recurse=False)]}"
-        for site in layout.sites
-    ]
+def decide(
+    model: torch.nn.Module, mesh: object, options: Options
+) -> tuple[Decisions, Callable[[], None]]:
+    """Decide how a model is patched and cut over the ranks of a mesh; nothing is changed.
 
+    Returns:
+        The decisions, and a function that keeps this rank's parts of the parameters.
 
-def check_bare(layout: Layout) -> None:
-    """Check that the parameters to cut hold nothing that their parts would be without."""
-    for site in layout.sites:
-        for path, module, name, _ in _placements(site):
-            parameter = module._parameters[name]
-            if not hasattr(parameter, "placements"):
-                checks.bare(path, parameter)
+    Raises:
+        RankError: ranks have other models, options or values.
+        Others: as ``ck.patch``.
+    """
+    mesh = checks.mesh_of(mesh, model)
+    refusal, described = None, []
+    try:
+        tensor_parallel.check_order(options.order)
+        with _described_whole(model):
+            decided = decisions.decide(model, options)
+            layout = styles.layout(model, mesh, decided)
+        described.append(str(options))
+        for site in layout.sites:
+            for path, module, name, _ in _placements(site):
+                if not hasattr(module._parameters[name], "placements"):
+                    checks.bare(path, module._parameters[name])
+            sizes = [(tuple(p.shape), str(p.dtype)) for p in site.module.parameters(recurse=False)]
+            described.append(f"{site.name} {site.kind} {site.axis} {site.cut.size} {sizes}")
+    except Exception as error:
+        refusal = error
+    checks.same_ranks(model, described, refusal, mesh.get_group())
+    kinds = {id(site.module): site.kind for site in layout.sites}
+    for position, action in enumerate(decided.actions):
+        kind = kinds.get(id(action.module), action.kind)
+        decided.actions[position] = action._replace(kind=kind)
+    if layout.whole is not None:
+        reason = f"{layout.whole}: every rank has all of it"
+        decided.left.append(Left("", "vocabulary", reason, False, Kind.ELSEWHERE))
+    return decided, functools.partial(cut, model, layout, mesh)
 
 
 def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
@@ -115,12 +136,12 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
     for site in layout.sites:
         if _is_cut_by_transformers(site.module):
             del site.module.forward
-        forget(site.module)
+        replicas.forget(site.module)
         vars(site.module)[CUT] = site.cut
-        hook = site.module.register_load_state_dict_pre_hook(_take_parts)
-        vars(site.module)[_HOOK] = hook.id
+        _load_parts(site.module)
         if site.kind == EXPERTS_PARALLEL:
-            vars(site.module)[_STATE_HOOK] = site.module.register_state_dict_pre_hook(_check).id
+            handle = site.module.register_state_dict_pre_hook(_check)
+            replicas.note(site.module, "_state_dict_pre_hooks", handle)
         if site.kind == "head_parallel":
             vars(site.module)[SCORES] = forwards.scores
 
@@ -131,9 +152,15 @@ def _hook_whole(model: torch.nn.Module, layout: Layout) -> None:
     for module in model.modules():
         parameters = module._parameters.values()
         if id(module) not in sites and any(hasattr(p, "placements") for p in parameters):
-            forget(module)
+            replicas.forget(module)
             replicas.hook(module)
-            vars(module)[_HOOK] = module.register_load_state_dict_pre_hook(_take_parts).id
+            _load_parts(module)
+
+
+def _load_parts(module: torch.nn.Module) -> None:
+    """Hook a module, so that it takes its parts of whole tensors in a state dict."""
+    handle = module.register_load_state_dict_pre_hook(_take_parts)
+    replicas.note(module, "_load_state_dict_pre_hooks", handle)
 
 
 def restore(model: torch.nn.Module) -> None:
@@ -142,7 +169,7 @@ def restore(model: torch.nn.Module) -> None:
     Raises:
         PatchError: fully_shard has cut a parameter further.
     """
-    modules = [(name, m) for name, m in model.named_modules() if _HOOK in vars(m)]
+    modules = [(name, m) for name, m in model.named_modules() if replicas.HOOKS in vars(m)]
     for path, module in modules:
         for name, parameter in module._parameters.items():
             checks.whole(f"{path}.{name}", parameter)
@@ -154,16 +181,7 @@ def restore(model: torch.nn.Module) -> None:
 
     shards.replace_tensors((module._parameters for _, module in modules), whole)
     for _, module in modules:
-        forget(module)
-
-
-def forget(module: torch.nn.Module) -> None:
-    """Remove what `cut` wrote on a module, besides its parameters."""
-    replicas.unhook(module)
-    vars(module).pop(CUT, None)
-    vars(module).pop(SCORES, None)
-    module._load_state_dict_pre_hooks.pop(vars(module).pop(_HOOK, None), None)
-    module._state_dict_pre_hooks.pop(vars(module).pop(_STATE_HOOK, None), None)
+        replicas.forget(module)
 
 
 def _check(module: torch.nn.Module, prefix: str, *_: object) -> None:

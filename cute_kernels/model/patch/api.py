@@ -243,9 +243,9 @@ def patch(
     if mesh is None:
         decided = _without(decisions.decide(model, options), parts)
     else:
-        from ..parallel import api as parallel
+        from ..parallel import shard
 
-        decided, cut = parallel.decide(model, mesh, options)
+        decided, cut = shard.decide(model, mesh, options)
     skipped = []
     for name, module in ((name, model.get_submodule(name)) for name in parts):
         trained = any(p.requires_grad for p in module.parameters())

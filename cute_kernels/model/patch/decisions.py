@@ -20,7 +20,7 @@ from ..observe import leaks, repeats, runs
 from ..observe.watch import Observation, Site, Widths
 from .bytecode import OPS, named
 from .classes import prepare
-from .formula import Refusal, Rule, rules
+from .formula import Refusal, Rule, rule_of
 from .forwards import authors, mixers
 from .forwards.elements import NAMES
 from .pretrained import (
@@ -46,16 +46,16 @@ _EMBEDDING_READS = tuple(EMBEDDING_OPTIONS.items())
 class _Facts(NamedTuple):
     """Facts shared by all decisions about one model.
 
-    heads: as in `Decisions`.  by_class, rules, kinds: id of a module -> `forward_by_class`, its
-    formula, its forward of ours.
+    heads: as in `Decisions`.  by_class, kinds: id of a module -> `forward_by_class`, its forward of
+    ours.  rules: As `formula.rule_of` knows them.
     """
 
     options: Options
     devices: set[str]
     heads: dict[int, bool]
     by_class: dict[int, tuple[str, str | None] | None]
-    rules: dict[int, Rule | Refusal | None]
     kinds: dict[int, str]
+    rules: dict[tuple, Rule | Refusal]
 
     def action(self, part: Part, kind: str, **notes: object) -> Action:
         shared = Notes(self.options.order, self.options.main_grad, **notes)
@@ -91,8 +91,7 @@ def by_modules(survey: Survey, options: Options, *, tentative: bool = False) -> 
     scripts = {id(p.module) for p in survey.parts if isinstance(p.module, torch.jit.ScriptModule)}
     by_class = {id(part.module): forward_by_class(part.module, part.cls) for part in single}
     by_class |= _parts_of_mixers(single, by_class)
-    unknown = [p for p in single if not by_class[id(p.module)] and id(p.module) not in scripts]
-    facts = _Facts(options, survey.devices, decisions.heads, by_class, rules(unknown), kinds)
+    facts = _Facts(options, survey.devices, decisions.heads, by_class, kinds, {})
     actions: list[Action] = []
     for part in single:
         decided = _decided(part, facts)
@@ -139,7 +138,7 @@ def _replacement(part: Part, facts: _Facts) -> Action | Left | None:
             reads = mixers.READS if kind in mixers.KINDS else ()
             return _taken(part, facts, "attention", reason, kind, reads=reads)
         return _taken(part, facts, "embedding", reason, kind, reads=_EMBEDDING_READS)
-    rule = facts.rules[id(part.module)]
+    rule = rule_of(part, facts.rules)
     if rule is None:
         return None
     if isinstance(rule, Refusal):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ _ROWS = 4
 _OF_ANY_MODULE = frozenset(dir(torch.nn.Module())) | {"__class__", "__dict__"}
 #: Values that can be compared later, with tuples, lists and dicts of them.
 _COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
-#: Types of attributes that `rules` compares.
+#: Types of attributes that `rule_of` compares.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 #: Activation of a norm's gate -> its formula.
@@ -63,16 +63,11 @@ class Refusal(NamedTuple):
     agrees: bool = False
 
 
-def rules(parts: Iterable[Part]) -> dict[int, Rule | Refusal | None]:
-    """Return id of each module -> its rule or why it has none; None: it is like no formula.
+def rule_of(part: Part, known: dict[tuple, Rule | Refusal]) -> Rule | Refusal | None:
+    """Return the rule of a module, or why it has none; None: it is like no formula.
 
-    A rule is found once for modules of one class, plain attributes and shapes.
+    known: Rules of modules by class, plain attributes and shapes; what is found is added.
     """
-    known: dict[tuple, Rule | Refusal] = {}
-    return {id(part.module): _rule(part, known) for part in parts}
-
-
-def _rule(part: Part, known: dict[tuple, Rule | Refusal]) -> Rule | Refusal | None:
     _, module, cls = part
     if is_rotary(module):
         return rotary_rule(module)

@@ -9,7 +9,7 @@ from tests.model.parallel import rank
 NAMES = [
     "cute_kernels.integrations.expert_parallel",
     "cute_kernels.integrations.grouped_tensor_parallel",
-    "cute_kernels.model.parallel.api",
+    "cute_kernels.model.parallel.shard",
     "transformers.generation",
     *(f"cute_kernels.{n}.cpu" for n in ("gemm", "logp", "moe", "norm", "rowwise", "sparse_attn")),
     *(f"transformers.models.{name}.modeling_{name}" for name in rank.DEGREES),

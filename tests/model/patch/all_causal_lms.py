@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
 from tests.contract import same_bytes
+from tests.model.patch import families
 
 #: Heads of 64, 2 of them to a key; more tokens than a block of 128 keys.
 VOCABULARY, HIDDEN, LENGTH = 97, 256, 133
@@ -39,44 +40,37 @@ HEADS, KEY_HEADS = 4, 2
 POSITIONS, LONG = 512, 300
 #: Seconds that one type may take.
 LIMIT = 300
-#: Names of settings in configs -> tiny values, where the config has them.
-_TINY = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "embedding_dim"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_inner", "dff", "dim_ff", "n_inner"), 160),
-    **dict.fromkeys(("ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"), 160),
-    **dict.fromkeys(("feed_forward_size", "intermediate_size_mlp"), 160),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_hidden_groups", "num_blocks"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("attention_heads", "decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
-    "num_encoder_attention_heads": HEADS,
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), KEY_HEADS),
-    **dict.fromkeys(("head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"), 64),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), POSITIONS),
-    "max_target_positions": POSITIONS,
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
-    "moe_num_experts": 4,
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
-    **dict.fromkeys(("expert_ffn_hidden_size", "zero_expert_num"), 32),
-    **dict.fromkeys(("n_group", "num_expert_group"), 2), "topk_group": 1,
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_head_dim": 192,
-    "global_head_dim": 64, "sliding_window": 9, "attention_window_size": 9, "rotary_dim": 32,
-    "query_pre_attn_scalar": 64, "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
-    "max_window_layers": 1, "type_vocab_size": 2, "initializer_range": 0.15,
-    "mamba_num_heads": 8, "ssm_state_size": 16,
-    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "lru_width": HIDDEN,
-    "vocab_size": VOCABULARY, "attention_hidden_size": HIDDEN, "adapter_rank": 8,
-    "pad_token_id": 0, "attention_dropout": 0.0, "first_k_dense_replace": 1, "num_dense_layers": 1,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 24,
-    "attn_layer_period": 2, "attn_layer_offset": 1,
-}  # fmt: skip
+#: Tiny value of settings -> their names in configs.
+_VALUES = {
+    HIDDEN: """hidden_size n_embd d_model emb_dim embedding_size input_embedding_size
+        output_embedding_size embedding_dim lru_width attention_hidden_size""",
+    160: """intermediate_size ffn_dim d_inner dff dim_ff n_inner ffn_hidden_size encoder_ffn_dim
+        decoder_ffn_dim feed_forward_size intermediate_size_mlp""",
+    HEADS: """num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
+        encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads
+        num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads""",
+    KEY_HEADS: """num_key_value_heads num_kv_heads multi_query_group_num num_hidden_layers n_layer
+        n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers
+        num_hidden_groups num_blocks num_experts_per_tok num_experts_per_token moe_k moe_topk
+        n_group num_expert_group type_vocab_size linear_num_key_heads attn_layer_period""",
+    64: """head_dim d_head dim_head attention_head_size d_kv moe_intermediate_size mamba_d_head
+        shared_expert_intermediate_size qk_rope_head_dim global_head_dim query_pre_attn_scalar""",
+    POSITIONS: """max_position_embeddings n_positions max_seq_len n_ctx max_target_positions
+        mamba_d_ssm""",
+    32: """expert_ffn_hidden_size zero_expert_num kv_lora_rank q_lora_rank rotary_dim
+        hidden_size_per_layer_input""",
+    128: "qk_nope_head_dim v_head_dim",
+    192: "qk_head_dim",
+    24: "linear_value_head_dim",
+    16: "ssm_state_size linear_key_head_dim",
+    9: "sliding_window attention_window_size",
+    8: "mamba_num_heads mamba_n_heads adapter_rank",
+    1: "topk_group max_window_layers first_k_dense_replace num_dense_layers attn_layer_offset",
+    0: "num_kv_shared_layers pad_token_id",
+    0.15: "initializer_range",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+}
+_TINY = {name: value for value, names in _VALUES.items() for name in names.split()}
 _OFF = ("dropout", "pdrop", "drop_rate", "_dropout_prob", "layerdrop", "layer_dropout")
 _BERT_LIKE = ("is_decoder",)
 _QWEN4 = {
@@ -93,10 +87,10 @@ _SPECIAL: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
     "qwen4_exp": _QWEN4, "qwen4_exp_text": _QWEN4,
-    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 128},
+    "zamba2": {"attention_hidden_size": 2 * HIDDEN},
     "zamba": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 128,
+        "attention_hidden_size": 2 * HIDDEN,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
@@ -198,10 +192,7 @@ def build(kind: str) -> torch.nn.Module:
     if count > 30e6:
         raise MemoryError(f"{count / 1e6:.0f} M parameters")
     net = getattr(transformers, name)(config)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    families.randomize(net)
     # As from_pretrained(dtype=) does it, frequencies stay in float32.
     frequencies = [(module, dict(module.named_buffers(recurse=False))) for module in net.modules()]
     net = net.to(torch.bfloat16).eval()

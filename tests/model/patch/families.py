@@ -148,11 +148,16 @@ def model(name: str, seed: int = 0, **settings: object) -> torch.nn.Module:
     torch.manual_seed(seed)
     made = getattr(transformers, config)(**{**_SIZES, **differs, **settings})
     net = transformers.AutoModelForCausalLM.from_config(made)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    randomize(net)
     return net.to(torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def randomize(net: torch.nn.Module) -> None:
+    """Make norms and biases, which begin as ones and zeros, random."""
+    for parameter in net.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
 def exact(net: torch.nn.Module) -> torch.nn.Module:

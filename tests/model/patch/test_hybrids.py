@@ -210,18 +210,18 @@ def test_mutants_are_noticed(monkeypatch, mutant):
 def drafted(mixer, config, x) -> torch.Tensor:
     """What the mixer gives for x, with drafts behind it that are dropped, from any place."""
     drafts, choice = hidden(1, 64, 3, x.dtype), random.Random(1)
-    cache, at = cache_of(config), 50
-    rows = [through(mixer, x[:, :at], [], cache)]
+    cache, start = cache_of(config), 50
+    rows = [through(mixer, x[:, :start], [], cache)]
     cache.activate_past_recording()
-    while at < x.shape[1]:
+    while start < x.shape[1]:
         good, bad = choice.randrange(1, 30), choice.randrange(0, 40)
-        part = x[:, at : at + good]
+        part = x[:, start : start + good]
         draft = torch.cat([part, drafts[:, :bad]], 1)
         # A draft model goes token by token, the model takes all at once.
         cuts = range(1, draft.shape[1]) if bad % 2 else []
         rows.append(through(mixer, draft, cuts, cache)[:, : part.shape[1]])
         cache.layers[0].crop(-bad)
-        at += good
+        start += good
     return torch.cat(rows, 1)
 
 

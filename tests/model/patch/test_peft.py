@@ -19,9 +19,9 @@ TOKENS = families.ids(2, 17)
 ORDERS = pytest.mark.parametrize("first", ["patch", "adapter"])
 
 
-def adapted(first: str, targets: object = "all-linear", **options):
+def adapted(first: str, targets: object = "all-linear", name: str = "llama", **options):
     """A model with LoRA, patched before or after; its B is random, as after some training."""
-    net = families.model("llama")
+    net = families.model(name)
     if first == "patch":
         ck.patch(net, **options)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
@@ -94,6 +94,16 @@ def test_rows_of_an_adapted_head(first):
     out = net.train()(TOKENS, labels=TOKENS, use_cache=False)
     out.loss.backward()
     assert out.logits is not None and head.lora_B["default"].weight.grad is not None
+
+
+@pytest.mark.nightly
+@ORDERS
+def test_adapters_of_a_hybrid(first):
+    net, report = adapted(first, ["in_proj_qkvz", "in_proj_ba", "out_proj"], "qwen3_next")
+    assert report.complete
+    # A frozen embedding has no gradient.
+    differing = all_causal_lms.differing(net.get_base_model())
+    assert [one for one in differing if "retain_grad" not in one] == []
 
 
 def test_an_adapter_of_experts_is_refused_in_words():
