@@ -332,9 +332,9 @@ def caps_of_scores(modules: list[Part], attending: set[int]) -> tuple[list[Repla
     replaced, left = [], []
     for name, module, cls in modules:
         cap = getattr(module, _OF_SCORES, None)
-        code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+        code = cap and getattr(inspect.unwrap(cls.forward), "__code__", None)
         # Gemma 3's modules keep one that their forward does not read.
-        if not cap or code is None or _OF_SCORES not in code.co_names:
+        if not code or _OF_SCORES not in code.co_names:
             continue
         part = f"soft cap {cap:g} of scores"
         if wrapping_forwards(module, cls) is None:
