@@ -6,6 +6,7 @@ that compiles their kernels before a rival's package is imported, which changes 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ..core.bits import REPEATS, repeats, same_bytes
 from ..core.rival import Call
 from ..core.watch import failure, watched, within
 from ..core.work import measured
-from . import check, schedule
+from . import check, pack, schedule
 from .cases import PASSES, Case, Inputs, Problem
 from .rivals import RIVALS
 
@@ -177,19 +178,15 @@ def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
 def _finished(problem: Problem, which: str, bodies: dict, options: Options) -> Iterator[dict]:
     """The bodies with what needs all medians of the pass."""
     medians = {name: b["median_us"] for name, b in bodies.items() if "median_us" in b}
+    of_pack = functools.partial(pack.facts, clock=options.clock)
+    facts = {"ours": (schedule.facts, "schedule"), "ours_pack": (of_pack, "new_pack")}
     for name, body in bodies.items():
-        if name == "ours" and which == "bwd" and name in medians:
+        if which == "bwd" and name in medians and name in facts:
+            more, field_name = facts[name]
             try:
-                body |= schedule.facts(problem, medians, options.finish)
+                body |= more(problem, medians, options.finish)
             except Exception as error:
-                body["schedule"] = failure(error, options.finish)
-        if name == "ours_pack" and which == "bwd" and name in medians:
-            from . import pack
-
-            try:
-                body |= pack.facts(problem, medians, options.finish, options.clock)
-            except Exception as error:
-                body["new_pack"] = failure(error, options.finish)
+                body[field_name] = failure(error, options.finish)
         yield body
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,41 +27,23 @@ from cute_kernels.sparse_attn.tensors import PagedOptions
 from ..core.bits import same_bytes
 from ..core.rival import Absent, module
 from .paged_page import RIVALS, SIZES, key
-from .paged_records import bodies, common, dense, in_turns, keep, options
+from .paged_records import WIDTH, Inputs, Paged, bodies, common, dense, in_turns, keep, options
 
-HEADS, KV_HEADS, WIDTH = 32, 8, 128
 PAGES = (16, 256)
 #: Ways of walking keys, whatever the op chooses.
 PLANNERS = {"chain": launch.plan_chain, "long": launch.plan_long}
 
 
-class Inputs(NamedTuple):
-    """Queries [B, 1, Hq, D], keys and values [B, S, Hkv, D]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @classmethod
-    def drawn(cls, batch: int, keys: int, seed: int) -> Inputs:
-        """Random inputs on the GPU."""
-        generator = torch.Generator("cuda").manual_seed(seed)
-        options = {"device": "cuda", "generator": generator}
-        shapes = (batch, 1, HEADS, WIDTH), *[(batch, keys, KV_HEADS, WIDTH)] * 2
-        return cls(*(torch.randn(shape, **options).bfloat16() for shape in shapes))
+def drawn(batch: int, keys: int, seed: int) -> Inputs:
+    """Random inputs on the GPU: queries [B, 1, Hq, D], keys and values [B, S, Hkv, D]."""
+    flat = Inputs.drawn([(1, keys)] * batch, seed)
+    return Inputs(*(rows.unflatten(0, (batch, -1)) for rows in flat))
 
 
-def paged(t: Inputs, size: int) -> tuple[torch.Tensor, ...]:
+def paged(t: Inputs, size: int) -> Paged:
     """Operands of `ck.paged_attention` for the same keys in pages in random order."""
-    batch, keys = t.k.shape[:2]
-    order = torch.randperm(batch * keys // size, device=t.q.device)
-    caches = []
-    for rows in (t.k, t.v):
-        pages = rows.view(-1, size, *rows.shape[2:])
-        caches.append(torch.empty_like(pages).index_copy_(0, order, pages))
-    lengths = torch.full((batch,), keys, dtype=torch.int32, device=t.q.device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=t.q.device)
-    return t.q[:, 0], *caches, order.view(batch, -1).int(), lengths, starts
+    flat = Inputs(*(rows.flatten(0, 1) for rows in t))
+    return Paged.of(flat, [(1, t.k.shape[1])] * len(t.k), size)
 
 
 def planned(planner: Callable, operands: tuple[torch.Tensor, ...]) -> Callable:
@@ -122,16 +103,12 @@ def main() -> None:
     arguments = options(__doc__)
     shared = common(arguments.commit)
     for batch, keys in SIZES:
-        first = Inputs.drawn(batch, keys, 0)
+        first = drawn(batch, keys, 0)
         calls, nbytes = systems(first), 2 * first.k.nbytes
         require_bytes(calls, first)
-        drawn = functools.partial(_systems_of, batch, keys)
-        times = in_turns(calls, drawn, nbytes)
+        more = functools.partial(drawn, batch, keys)
+        times = in_turns(calls, lambda seed, more=more: systems(more(seed)), nbytes)
         keep(arguments.output, list(bodies(key((batch, keys)), times, nbytes, shared)))
-
-
-def _systems_of(batch: int, keys: int, seed: int) -> dict[str, Callable]:
-    return systems(Inputs.drawn(batch, keys, seed))
 
 
 if __name__ == "__main__":

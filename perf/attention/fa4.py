@@ -74,15 +74,16 @@ def _needs_no_pack(problem: Problem) -> None:
         raise Absent("a pack goes through its varlen kernels: fa4_varlen")
 
 
-def _needs_cuda(problem: Problem) -> None:
+def _interface(problem: Problem):
+    interface = module("flash_attn.cute.interface")
     if problem.device.type != "cuda":
         raise Absent("FA4 needs a CUDA GPU")
+    return interface
 
 
 def forward(problem: Problem):
     """(out, lse) of an input set; lse is the natural logarithm, fp32 [B, H, S], as ours."""
-    interface = module("flash_attn.cute.interface")
-    _needs_cuda(problem)
+    interface = _interface(problem)
     options = {"softmax_scale": problem.case.scale, "return_lse": True} | arguments(problem, "fwd")
 
     def call(t: Inputs) -> tuple[torch.Tensor, ...]:
@@ -96,8 +97,7 @@ def backward(problem: Problem, ordered: bool):
     _needs_no_pack(problem)
     if ordered and problem.case.mask not in DENSE:
         raise Absent(NO_ORDER)
-    interface = module("flash_attn.cute.interface")
-    _needs_cuda(problem)
+    interface = _interface(problem)
     options = {"softmax_scale": problem.case.scale, "deterministic": ordered}
     options |= arguments(problem, "bwd")
 
@@ -123,8 +123,7 @@ def _varlen(problem: Problem) -> dict:
 def varlen_forward(problem: Problem) -> Call:
     """(out, lse) of an input set, whose rows are given one behind another."""
     stated = _varlen(problem) | {"return_lse": True}
-    interface = module("flash_attn.cute.interface")
-    _needs_cuda(problem)
+    interface = _interface(problem)
 
     def call(t: Inputs) -> tuple[torch.Tensor, ...]:
         out, lse = interface._flash_attn_fwd(*pack.in_a_row(t.q, t.k, t.v), **stated)[:2]
@@ -136,8 +135,7 @@ def varlen_forward(problem: Problem) -> Call:
 def varlen_backward(problem: Problem) -> Call:
     """(dq, dk, dv) of an input set, whose rows are given one behind another."""
     stated = _varlen(problem) | {"deterministic": False}
-    interface = module("flash_attn.cute.interface")
-    _needs_cuda(problem)
+    interface = _interface(problem)
     sizes = problem.case.batch, problem.case.s
 
     def call(t: Inputs) -> tuple[torch.Tensor, ...]:

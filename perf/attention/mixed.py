@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -19,9 +18,8 @@ import cute_kernels as ck
 
 from ..core.bits import same_bytes
 from ..core.rival import Absent, module
-from .decode import HEADS, KV_HEADS, WIDTH
 from .paged_page import MIXED, mixed_key
-from .paged_records import bodies, common, dense, in_turns, keep, options
+from .paged_records import Inputs, Paged, bodies, common, dense, in_turns, keep, options
 
 #: (queries, keys) of each sequence; every number of keys is a multiple of every page size.
 SEQUENCES = [(1, MIXED[1])] * MIXED[0] + [(MIXED[3], MIXED[3])] * MIXED[2]
@@ -29,51 +27,6 @@ PAGES = (16, 128, 256)
 FA4_PAGE = 128
 #: Largest difference of one bf16 output of FA4 from ours; a wrong mask or page is above 0.1.
 FAR = 0.03
-
-
-class Inputs(NamedTuple):
-    """Queries [tokens, Hq, D], keys and values [keys of all sequences, Hkv, D]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @classmethod
-    def drawn(cls, seed: int) -> Inputs:
-        """Random inputs on the GPU."""
-        generator = torch.Generator("cuda").manual_seed(seed)
-        queries, keys = (sum(column) for column in zip(*SEQUENCES, strict=True))
-        shapes = (queries, HEADS, WIDTH), *[(keys, KV_HEADS, WIDTH)] * 2
-        options = {"device": "cuda", "generator": generator}
-        return cls(*(torch.randn(shape, **options).bfloat16() for shape in shapes))
-
-
-class Paged(NamedTuple):
-    """Operands of `ck.paged_attention`."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_table: torch.Tensor
-    seqlens_k: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-
-    @classmethod
-    def of(cls, t: Inputs, size: int) -> Paged:
-        """Put the keys in pages of ``size`` in random order."""
-        device = t.q.device
-        order = torch.randperm(len(t.k) // size, device=device)
-        caches = []
-        for rows in (t.k, t.v):
-            pages = rows.view(-1, size, *rows.shape[1:])
-            caches.append(torch.empty_like(pages).index_copy_(0, order, pages))
-        used = [keys // size for _, keys in SEQUENCES]
-        table = torch.zeros((len(used), max(used)), dtype=torch.int32, device=device)
-        for row, places in zip(table, order.int().split(used), strict=True):
-            row[: len(places)] = places
-        queries, keys = (torch.tensor(c, device=device) for c in zip(*SEQUENCES, strict=True))
-        starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
-        return cls(t.q, *caches, table, keys.int(), starts)
 
 
 def fa4(t: Paged) -> Callable:
@@ -88,10 +41,11 @@ def fa4(t: Paged) -> Callable:
 def systems(t: Inputs) -> dict[str, Callable]:
     """Calls that are timed, by name."""
     calls = {
-        f"page {size}": functools.partial(ck.paged_attention, *Paged.of(t, size)) for size in PAGES
+        f"page {size}": functools.partial(ck.paged_attention, *Paged.of(t, SEQUENCES, size))
+        for size in PAGES
     }
     try:
-        return calls | {"fa4": fa4(Paged.of(t, FA4_PAGE))}
+        return calls | {"fa4": fa4(Paged.of(t, SEQUENCES, FA4_PAGE))}
     except Absent:
         return calls
 
@@ -116,10 +70,10 @@ def require_results(calls: dict[str, Callable], t: Inputs) -> None:
 def main() -> None:
     """Append the records of every system, and print the medians."""
     arguments = options(__doc__)
-    first = Inputs.drawn(0)
+    first = Inputs.drawn(SEQUENCES, 0)
     calls, nbytes = systems(first), 2 * first.k.nbytes
     require_results(calls, first)
-    times = in_turns(calls, lambda seed: systems(Inputs.drawn(seed)), nbytes)
+    times = in_turns(calls, lambda seed: systems(Inputs.drawn(SEQUENCES, seed)), nbytes)
     keep(arguments.output, list(bodies(mixed_key(), times, nbytes, common(arguments.commit))))
 
 

@@ -59,20 +59,17 @@ def verdict(case: str, code: int, text: str) -> dict:
     count, plant = errors(text), case == PLANTED
     body = {"errors": count, "exit_code": code}
     if count is None:
-        return body | {
-            "status": "failed",
-            "why": f"no summary, exit code {code}",
-            "tail": _end(text),
-        }
-    if plant:
+        why = f"no summary, exit code {code}"
+    elif plant:
         outcome = {"status": "ok"} if count else {"status": "failed", "why": "planted, not found"}
         return body | outcome
-    if count:
-        return body | {"status": "failed", "why": f"{count} errors", "tail": _end(text)}
-    if code or "sanitize target: ok" not in text:
+    elif count:
+        why = f"{count} errors"
+    elif code or "sanitize target: ok" not in text:
         why = f"no errors, but the program ended with {code}"
-        return body | {"status": "failed", "why": why, "tail": _end(text)}
-    return body | {"status": "ok"}
+    else:
+        return body | {"status": "ok"}
+    return body | {"status": "failed", "why": why, "tail": _end(text)}
 
 
 def _end(text: str) -> str:

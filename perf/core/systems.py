@@ -36,11 +36,6 @@ class Page(Protocol):
         """(target, measured, "met", "missed" or "not run", next step) of each target."""
 
 
-def name_of(module: ModuleType) -> str:
-    """The folder of a system's module, which is also the name of its status page."""
-    return module.__name__.split(".")[1]
-
-
 def modules(name: str) -> Iterator[ModuleType]:
     """The module of this name of each system, in the order of the table, and of the whole."""
     for folder in (*(system.perf for system in SYSTEMS), *WHOLE):

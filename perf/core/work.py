@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .timing import Timing
+from .timing import Timing, quantile
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,21 @@ class Work:
 def ratios(medians: dict[str, float], name: str) -> dict[str, float]:
     """Another rival's time over this one's: above 1 this one is faster."""
     return {other: t / medians[name] for other, t in medians.items() if other != name}
+
+
+def spreads(samples: Mapping[str, Sequence[float]]) -> dict[str, dict]:
+    """Fields of every system's samples (microseconds) that a record has, by system."""
+    medians = {name: quantile(times, 0.5) for name, times in samples.items()}
+    return {
+        name: {
+            "median_us": medians[name],
+            "p10_us": quantile(times, 0.1),
+            "p90_us": quantile(times, 0.9),
+            "samples": len(times),
+            "ratio": ratios(medians, name),
+        }
+        for name, times in samples.items()
+    }
 
 
 def measured(taken: Timing, work: Work, ceilings: dict[str, float] | None) -> dict:

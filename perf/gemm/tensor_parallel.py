@@ -40,13 +40,7 @@ INNER = 8
 #: `gathered` is left out beyond so many bytes of all ranks' leaves: no size would choose it.
 MOST_GATHERED = 1 << 27
 #: Systems that are not a whole sum over ranks.
-PARTS = (
-    "matmul",
-    "all_reduce",
-    "leaf_sums",
-    "add_leaves",
-    "add_leaves/torch",
-)
+PARTS = ("matmul", "all_reduce", "leaf_sums", "add_leaves", "add_leaves/torch")
 
 
 class Case(NamedTuple):
@@ -137,21 +131,16 @@ def scattered_parts(
     share, n = -(-sizes.rows // ranks), sizes.columns
     generator = torch.Generator(device).manual_seed(rank)
     every = torch.randn(ranks * sizes.leaves, share, n, generator=generator, device=device)
-    # As they lie in the exchange: one tensor.
-    sums = (every,)
     rounded = torch.empty(share, n, dtype=torch.bfloat16, device=device)
 
     def add_leaves(inputs: Inputs) -> torch.Tensor:
-        return op.add_leaves_into(rounded, sums, None)
+        return op.add_leaves_into(rounded, (every,), None)
 
     def add_by_torch(inputs: Inputs) -> torch.Tensor:
         with mock.patch.object(op, "_adds_by_triton", lambda device: False):
             return add_leaves(inputs)
 
-    return {
-        "add_leaves": add_leaves,
-        "add_leaves/torch": add_by_torch,
-    }
+    return {"add_leaves": add_leaves, "add_leaves/torch": add_by_torch}
 
 
 def differing(calls: dict, inputs: Inputs, want: torch.Tensor) -> list[str]:
@@ -231,9 +220,10 @@ def bench(
         if graph:
             del calls["verified"]  # it waits for other hosts
         part_bytes = 2 * case.k // ranks * (case.rows + case.n)
-        sets_wanted = (
-            2 if device == "cpu" else timing.set_count(part_bytes, _l2_bytes(), len(calls))
-        )
+        sets_wanted = 2
+        if device == "cuda":
+            l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+            sets_wanted = timing.set_count(part_bytes, l2_bytes, len(calls))
         sets, want = [], None
         for seed in range(sets_wanted):
             x, weight = drawn(case, seed, device)
@@ -249,17 +239,13 @@ def bench(
         dist.all_gather_object(reports, samples, group=group)
         chosen = leaf_exchange.choose(case.sizes(ranks), tp.GATHER_BYTES)
         for name in calls:
-            yield fields | {
-                "kind": "bench",
-                "kernel": "tensor_parallel",
-                "system": name,
-                "shape": f"{case.rows}x{case.n}x{case.k}",
-                "ranks": ranks,
-                "graph": graph,
-                "path": chosen if name == "ours" else None,
-                "status": "wrong" if name in wrong else "ok",
-                **({} if name in wrong else _times([report[name] for report in reports])),
-            }
+            body = fields | {"kind": "bench", "kernel": "tensor_parallel", "system": name}
+            body |= {"shape": f"{case.rows}x{case.n}x{case.k}", "ranks": ranks, "graph": graph}
+            body |= {"path": chosen if name == "ours" else None}
+            if name in wrong:
+                yield body | {"status": "wrong"}
+            else:
+                yield body | {"status": "ok"} | _times([report[name] for report in reports])
 
 
 def _times(samples: list[list[tuple[float, float]]]) -> dict[str, float]:
@@ -272,10 +258,6 @@ def _times(samples: list[list[tuple[float, float]]]) -> dict[str, float]:
         "p90": timing.quantile(slowest, 0.9),
         "host_us": timing.quantile(hosts, 0.5),
     }
-
-
-def _l2_bytes() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
 
 def lines(bodies: list[dict]) -> list[str]:

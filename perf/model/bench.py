@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..core import record, timing, watch
+from ..core import record, timing, watch, work
 from . import host, llama, shapes
 from .llama import Size
 
@@ -57,18 +57,16 @@ def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> I
         times = timing.awaited(turned, rounds=rounds)
     else:
         times = timing.interleave(turned, rounds=rounds, chunk=2)
-    medians = {name: stats.median for name, stats in times.items()}
+    fields = work.spreads({name: stats.samples for name, stats in times.items()})
     common = {"product": product, "shape": label, "dtype": "bf16"}
     same_bits = {name: _same(call) for name, call in calls.items() if hasattr(call, "in_one_pass")}
     for name, stats in times.items():
-        ratios = {other: t / medians[name] for other, t in medians.items() if other != name}
-        spread = {"median_us": stats.median, "p10_us": stats.p10, "p90_us": stats.p90}
         # A step whose host is slower than its device is part of the truth: backlog says so.  A
         # step that is awaited has none.
-        more = {"samples": len(stats.samples), "backlog": stats.backlog, "ratio": ratios}
+        more = {"backlog": stats.backlog}
         if name in same_bits:
             more["bitwise"] = {"as in one pass": same_bits[name]}
-        yield common | {"system": name, "status": "ok"} | spread | more
+        yield common | {"system": name, "status": "ok"} | fields[name] | more
     for name, why in failed.items():
         yield common | {"system": name, "status": "failed", "why": why}
 

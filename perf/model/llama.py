@@ -69,8 +69,7 @@ def training(size: Size, device: str, system: str, batch: int, length: int) -> C
     model = built(size, device, system.startswith("ours")).train()
     run = _as(system, model)
     generator = torch.Generator(device).manual_seed(1)
-    shape = (batch, length)
-    ids = torch.randint(0, size.vocab, shape, generator=generator, device=device)
+    ids = torch.randint(0, size.vocab, (batch, length), generator=generator, device=device)
 
     def step() -> torch.Tensor:
         loss = run(input_ids=ids, labels=ids).loss
@@ -81,14 +80,19 @@ def training(size: Size, device: str, system: str, batch: int, length: int) -> C
     return step
 
 
+def _decoding(size: Size, device: str, system: str, shape: tuple[int, int]) -> tuple:
+    """A model, the same as a system runs it, and random tokens."""
+    model = built(size, device, system.startswith("ours")).eval()
+    generator = torch.Generator(device).manual_seed(2)
+    ids = torch.randint(0, size.vocab, shape, generator=generator, device=device)
+    return model, _as(system, model), ids
+
+
 def generating(size: Size, device: str, system: str, batch: int, past: int) -> Callable:
     """One token more for each sequence, behind ``past`` tokens in a dynamic cache."""
     from transformers import DynamicCache
 
-    model = built(size, device, system.startswith("ours")).eval()
-    run = _as(system, model)
-    generator = torch.Generator(device).manual_seed(2)
-    prompt = torch.randint(0, size.vocab, (batch, past), generator=generator, device=device)
+    model, run, prompt = _decoding(size, device, system, (batch, past))
     token = prompt[:, :1].contiguous()
     cache = DynamicCache(config=model.config)
 
@@ -110,11 +114,7 @@ def replaying(size: Size, device: str, system: str, batch: int, past: int) -> Ca
     """
     from transformers import StaticCache
 
-    model = built(size, device, system.startswith("ours")).eval()
-    run = _as(system, model)
-    generator = torch.Generator(device).manual_seed(2)
-    shape = (batch, past + 1)
-    ids = torch.randint(0, size.vocab, shape, generator=generator, device=device)
+    model, run, ids = _decoding(size, device, system, (batch, past + 1))
     token = ids[:, past:].contiguous()
     cache = StaticCache(config=model.config, max_cache_len=past + 128)
 

@@ -18,7 +18,7 @@ import torch
 
 from ..core import record, watch
 from ..core.room import with_room
-from ..core.timing import quantile
+from ..core.work import spreads
 
 SYSTEMS = ("ours", "torch")
 PARTS = ("rows", "training")
@@ -215,18 +215,8 @@ def timed(size: Size, device: str, systems: list[str], rounds: int) -> Iterator[
                 samples[name].append((*seconds, sum(seconds)))
     for index, product in enumerate(TIMED):
         times = {name: [1e6 * s[index] for s in some] for name, some in samples.items()}
-        medians = {name: quantile(values, 0.5) for name, values in times.items()}
-        for name, values in times.items():
-            spread = {"p10_us": quantile(values, 0.1), "p90_us": quantile(values, 0.9)}
-            ratio = {other: t / medians[name] for other, t in medians.items() if other != name}
-            yield {
-                "product": product,
-                "system": name,
-                "status": "ok",
-                "median_us": medians[name],
-                "samples": len(values),
-                "ratio": ratio,
-            } | spread
+        for name, fields in spreads(times).items():
+            yield {"product": product, "system": name, "status": "ok"} | fields
 
 
 # ---- records -------------------------------------------------------------------------------------
