@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/runtime": (3468, "checks, and Triton tiles of gemm, moe and attention, once"),
     "cute_kernels/sparse_attn": (13487, ""),
     "docs": (59909, ""),
-    "perf": (13543, ""),
+    "perf": (13437, ""),
     "ptxsim": (6335, ""),
     "schedulers": (5883, ""),
     "tests": (10394, "mutants of CPU backends are planted as texts"),

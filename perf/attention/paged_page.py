@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.tables import Bench, kept, latest, target_row
+from ..core.tables import Bench, field_of, kept, latest, target_row
 
 KERNEL = "paged_attention"
 #: (sequences, keys of each) of a decoding batch.
@@ -52,17 +52,15 @@ def _verdict(text: str, values: list[float | None], form: str, at_least: float) 
 
 
 def _at_most(bench: Bench, size: tuple[int, int], limit: float) -> list[str]:
-    text = f"{key(size)[1]}: at most {limit:g} us"
-    us = (bench.get(key(size), _OURS[256]) or {}).get("median_us")
-    if us is None:
-        return target_row(text, None, False, _STEPS)
-    return target_row(text, f"{us:.1f} us", us <= limit, _STEPS)
+    us = field_of("median_us", _OURS[256])(bench, key(size))
+    measured, met = (None, False) if us is None else (f"{us:.1f} us", us <= limit)
+    return target_row(f"{key(size)[1]}: at most {limit:g} us", measured, met, _STEPS)
 
 
 def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target of paged attention."""
     bench = latest(records, KERNEL)
-    shares = [(bench.get(key(size), _OURS[256]) or {}).get("of_copy") for size in FULL]
+    shares = [field_of("of_copy", _OURS[256])(bench, key(size)) for size in FULL]
     best = [_over_best(bench, key(size), _OURS[256]) for size in FULL]
     pages = [bench.ratio(key(size), _OURS[256], _OURS[16]) for size in SIZES]
     rows = [

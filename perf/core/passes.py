@@ -66,6 +66,40 @@ class Suite:
     patience_s: float | None = None
 
 
+def forward(load: Callable[[], Op]) -> Start:
+    """An op's forward; ``load`` imports the library, or raises Absent."""
+
+    def start(case) -> Call:
+        run = load()
+
+        def call(t: Inputs):
+            with torch.no_grad():
+                return run(t)
+
+        return call
+
+    return start
+
+
+def backward(load: Callable[[], Op]) -> Start:
+    """An op's backward, on a graph that is made before, from the gradients that come in."""
+
+    def start(case) -> Call:
+        run, graphs = load(), {}
+
+        def call(t: Inputs):
+            key = id(t[next(iter(t))])
+            inputs = [value for value in t.values() if value.requires_grad]
+            if key not in graphs:
+                graphs[key] = run(t)
+            upstream = [value for name, value in t.items() if name in ("d0", "d1", "d2")]
+            return torch.autograd.grad(graphs[key], inputs, upstream, retain_graph=True)
+
+        return call
+
+    return start
+
+
 def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, Start]:
     """The passes of a library: `product` of a case -> what starts it.
 
@@ -79,37 +113,10 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
             raise Absent(f"it has no {op}")
         return available[op]
 
-    def fwd(op: str) -> Start:
-        def start(case) -> Call:
-            run = run_of(op)
-
-            def call(t: Inputs):
-                with torch.no_grad():
-                    return run(t)
-
-            return call
-
-        return start
-
-    def bwd(op: str) -> Start:
-        def start(case) -> Call:
-            run, graphs = run_of(op), {}
-
-            def call(t: Inputs):
-                key = id(t[next(iter(t))])
-                inputs = [value for value in t.values() if value.requires_grad]
-                if key not in graphs:
-                    graphs[key] = run(t)
-                upstream = [value for name, value in t.items() if name in ("d0", "d1", "d2")]
-                return torch.autograd.grad(graphs[key], inputs, upstream, retain_graph=True)
-
-            return call
-
-        return start
-
     out = {}
     for op in names:
-        out |= {f"{op} fwd": fwd(op), f"{op} bwd": bwd(op)}
+        load = functools.partial(run_of, op)
+        out |= {f"{op} fwd": forward(load), f"{op} bwd": backward(load)}
     return out
 
 

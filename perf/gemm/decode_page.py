@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from ..core.tables import Bench, kept, latest, mean_row
+from ..core.tables import Bench, field_of, kept, latest, mean_row, ratio_to
+from ..core.tables import Case as Key
 from . import decode
 
 SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
@@ -16,76 +16,50 @@ LARGE = 100e6
 _STEPS = ("`python -m perf bench decode`", "docs/notes/gemm_sm90.md")
 
 
-def _key(case: tuple[str, int]) -> tuple[str, str]:
+def _key(case: tuple[str, int]) -> Key:
     return "fwd", f"{case[0]}/m{case[1]}"
 
 
-def _ratios(
-    bench: Bench, cases: Iterable[tuple[str, int]], system: str, rival: str
-) -> list[float | None]:
-    return [bench.ratio(_key(case), rival, system) for case in cases]
+def _either(bench: Bench, case: Key) -> float | None:
+    """The better order over cuBLAS."""
+    ratios = [bench.ratio(case, "cublas", order) for order in ("chain", "tree")]
+    return None if None in ratios else max(ratios)
 
 
-def _shares(bench: Bench) -> list[float | None]:
-    """Shares of the copy's bandwidth, at the large weights."""
-    large = [c for c in FEW if 2 * math.prod(decode.SHAPES[c[0]]) >= LARGE]
-    return [(bench.get(_key(case), "chain") or {}).get("of_copy") for case in large]
-
-
-def _either(bench: Bench) -> list[float | None]:
-    """The better order over cuBLAS, where a dense kernel's last wave is short."""
-    cases = (*decode.MIDDLE, decode.SHORT_WAVE)
-    pairs = zip(
-        *(_ratios(bench, cases, order, "cublas") for order in ("chain", "tree")), strict=True
-    )
-    return [None if None in pair else max(pair) for pair in pairs]
-
-
-def targets(bench: Bench) -> list[tuple[str, list[float | None], float, float]]:
-    """(what, values, the least geometric mean, the least of any) of each target of speed."""
-    low, high = [c for c in FEW if c[1] <= 16], [c for c in FEW if c[1] > 16]
-    pair = [c for c in FEW if c[0] in ("o_proj", "mlp_down")]
-    return [
-        ("`chain`, rows <= 16, over cuBLAS", _ratios(bench, low, "chain", "cublas"), 1.0, 0.8),
-        ("`chain`, rows > 16, over cuBLAS", _ratios(bench, high, "chain", "cublas"), 1 / 1.05, 0.8),
-        ("`chain`, weights >= 100 MB, of the copy's bandwidth", _shares(bench), 0.8, 0.8),
-        (
-            "`skinny_linear` over `chain`, o_proj, mlp_down",
-            _ratios(bench, pair, "skinny", "chain"),
-            1.0,
-            0.0,
-        ),
-        (
-            "`skinny_linear`, rows <= 16, over cuBLAS",
-            _ratios(bench, low, "skinny", "cublas"),
-            1 / 0.95,
-            0.0,
-        ),
-        (
-            "`skinny_linear`, ordered over in arrival order",
-            _ratios(bench, FEW, "skinny", "fast"),
-            1 / 1.05,
-            1 / 1.05,
-        ),
-        (
-            "`tree`, 4096 rows, over cuBLAS",
-            _ratios(bench, decode.DENSE, "tree", "cublas"),
-            0.9,
-            0.9,
-        ),
-        (
-            "160 to 512 rows and 2048 x 7168 x 2112, the better order over cuBLAS",
-            _either(bench),
-            0.95,
-            0.95,
-        ),
-    ]
+_LOW, _HIGH = [c for c in FEW if c[1] <= 16], [c for c in FEW if c[1] > 16]
+_PAIR = [c for c in FEW if c[0] in ("o_proj", "mlp_down")]
+_HEAVY = [c for c in FEW if 2 * math.prod(decode.SHAPES[c[0]]) >= LARGE]
+#: (what, cases, their value, the least geometric mean, the least of any) of each target of speed.
+TARGETS = (
+    ("`chain`, rows <= 16, over cuBLAS", _LOW, ratio_to("cublas", "chain"), 1.0, 0.8),
+    ("`chain`, rows > 16, over cuBLAS", _HIGH, ratio_to("cublas", "chain"), 1 / 1.05, 0.8),
+    (
+        "`chain`, weights >= 100 MB, of the copy's bandwidth",
+        _HEAVY, field_of("of_copy", "chain"), 0.8, 0.8,
+    ),
+    (
+        "`skinny_linear` over `chain`, o_proj, mlp_down",
+        _PAIR, ratio_to("chain", "skinny"), 1.0, 0.0,
+    ),
+    ("`skinny_linear`, rows <= 16, over cuBLAS", _LOW, ratio_to("cublas", "skinny"), 1 / 0.95, 0.0),
+    (
+        "`skinny_linear`, ordered over in arrival order",
+        FEW, ratio_to("fast", "skinny"), 1 / 1.05, 1 / 1.05,
+    ),
+    ("`tree`, 4096 rows, over cuBLAS", decode.DENSE, ratio_to("cublas", "tree"), 0.9, 0.9),
+    # Where a dense kernel's last wave is short.
+    (
+        "160 to 512 rows and 2048 x 7168 x 2112, the better order over cuBLAS",
+        (*decode.MIDDLE, decode.SHORT_WAVE), _either, 0.95, 0.95,
+    ),
+)  # fmt: skip
 
 
 def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target of speed."""
-    rows = []
-    for text, values, mean, lowest in targets(latest(records, "decode")):
+    rows, bench = [], latest(records, "decode")
+    for text, cases, value, mean, lowest in TARGETS:
+        values = [value(bench, _key(case)) for case in cases]
         least = f"{text}: >= {mean:.2f}x" + (f", each >= {lowest:.2f}x" if lowest else "")
         rows.append(mean_row(least, values, mean, lowest, _STEPS))
     return rows

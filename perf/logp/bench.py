@@ -24,14 +24,14 @@ def oracle(case: Case, t: Inputs) -> torch.Tensor:
     logp = torch.log_softmax(logits, 1).gather(1, t["target"][:SOME, None])[:, 0]
     if case.product == "fwd":
         return logp.detach()
-    return torch.autograd.grad(logp, hidden, t["d_logp"][:SOME].double())[0]
+    return torch.autograd.grad(logp, hidden, t["d0"][:SOME].double())[0]
 
 
 def alone(t: Inputs) -> Inputs:
     """The first tokens without the others."""
-    subset = {name: t[name].detach()[:SOME] for name in ("hidden", "target", "d_logp")}
+    subset = {name: t[name].detach()[:SOME] for name in ("hidden", "target", "d0")}
     subset["hidden"].requires_grad_()
-    return {"weight": t["weight"]} | subset
+    return subset | {"weight": t["weight"]}
 
 
 def check(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:

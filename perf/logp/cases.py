@@ -70,7 +70,7 @@ class Case:
             "hidden": hidden.bfloat16().requires_grad_(),
             "weight": weight.bfloat16().requires_grad_(),
             "target": torch.randint(0, self.vocab, (self.tokens,), **options),
-            "d_logp": torch.randn(self.tokens, **options),
+            "d0": torch.randn(self.tokens, **options),
         }
 
 

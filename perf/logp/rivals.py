@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..core.passes import Op, backward, forward
 from ..core.rival import Call, Rival, Start, by_name, module
 from .cases import Inputs
 
@@ -22,32 +23,15 @@ Scores = Callable[[Inputs], torch.Tensor]
 def _per_token(load: Callable[[], Scores]) -> dict[str, Start]:
     """The passes of a function of per-token log-probabilities, through autograd."""
 
-    def fwd(case) -> Call:
+    def op() -> Op:
         scores = load()
-
-        def call(t: Inputs):
-            with torch.no_grad():
-                return (scores(t),)
-
-        return call
-
-    def bwd(case) -> Call:
-        scores, graphs = load(), {}
-
-        def call(t: Inputs):
-            key = id(t["hidden"])
-            if key not in graphs:
-                graphs[key] = scores(t)
-            inputs = t["hidden"], t["weight"]
-            return torch.autograd.grad(graphs[key], inputs, t["d_logp"], retain_graph=True)
-
-        return call
+        return lambda t: (scores(t),)
 
     def both(case) -> Call:
         scores = load()
-        return lambda t: torch.autograd.grad(scores(t), (t["hidden"], t["weight"]), t["d_logp"])
+        return lambda t: torch.autograd.grad(scores(t), (t["hidden"], t["weight"]), t["d0"])
 
-    return {"fwd": fwd, "bwd": bwd, "both": both}
+    return {"fwd": forward(op), "bwd": backward(op), "both": both}
 
 
 def _of_a_sum(load: Callable[..., Scores]) -> dict[str, Start]:
@@ -61,7 +45,7 @@ def _of_a_sum(load: Callable[..., Scores]) -> dict[str, Start]:
 
 
 #: Bytes of the logits that ``ours_kept`` keeps for its backward.
-KEPT_BYTES = 4 << 30
+KEPT = 4 << 30
 
 
 def _ours(order: str, logits_memory: int = 0) -> Scores:
@@ -91,7 +75,7 @@ def _ours_grpo(tokens: int) -> Scores:
 
     def total(t: Inputs) -> torch.Tensor:
         # The first tokens alone keep their advantages and the divisor of the whole batch.
-        advantages = t["d_logp"][:SEQUENCES].repeat_interleave(tokens // SEQUENCES)
+        advantages = t["d0"][:SEQUENCES].repeat_interleave(tokens // SEQUENCES)
         options = {"advantages": advantages[: len(t["target"])], "divisor": tokens}
         return loss(t["hidden"], t["weight"], t["target"], loss="dapo", **options).loss
 
@@ -107,9 +91,7 @@ def _liger_grpo(tokens: int) -> Scores:
     def total(t: Inputs) -> torch.Tensor:
         hidden = t["hidden"].view(SEQUENCES, -1, t["hidden"].shape[1])
         target = t["target"].view(SEQUENCES, -1)
-        return loss(hidden, t["weight"], target, torch.ones_like(target), t["d_logp"][:SEQUENCES])[
-            0
-        ]
+        return loss(hidden, t["weight"], target, torch.ones_like(target), t["d0"][:SEQUENCES])[0]
 
     return total
 
@@ -161,12 +143,7 @@ def _torch() -> Scores:
 RIVALS = by_name(
     Rival("ours", _per_token(lambda: _ours("chain")), promised=True, ordered=True),
     Rival("ours_tree", _per_token(lambda: _ours("tree")), promised=True, ordered=True),
-    Rival(
-        "ours_kept",
-        _per_token(lambda: _ours("chain", KEPT_BYTES)),
-        promised=True,
-        ordered=True,
-    ),
+    Rival("ours_kept", _per_token(lambda: _ours("chain", KEPT)), promised=True, ordered=True),
     Rival("ours_fused", _of_a_sum(_ours_fused), promised=True, ordered=True),
     Rival("ours_grpo", _of_a_sum(_ours_grpo), promised=True, ordered=True),
     Rival("liger_grpo", _of_a_sum(_liger_grpo)),
