@@ -43,7 +43,7 @@ class ContractPart(NamedTuple):
 
     Attributes:
         kind: ``"linear"``, ``"embedding"``, ``"rms_norm"``, ``"layer_norm"``, ``"activation"``,
-            ``"rotary"``, ``"attention"``, ``"logits"``, ``"router"`` or ``"experts"``.
+            ``"rotary"``, ``"attention"``, ``"logits"``, ``"router"``, ``"experts"`` or ``"mixer"``.
         formula: The op, with every option that its bits depend on.
         order: Of the sums of a linear layer; None elsewhere.
         layers: Numbers of the layers that it is of; None: of the one that its module lies in.
@@ -116,6 +116,17 @@ def experts_part() -> ContractPart:
     """Return the part of experts with SiLU gates."""
     products = "ck.grouped_linear, ck.silu rounded, times up, ck.grouped_linear"
     return ContractPart("experts", f"ck.moe.permute, {products}, ck.moe.combine")
+
+
+def mixer_part(rule: str, steps: tuple[float, float] | None = None) -> ContractPart:
+    """Return the part of a mixer with a state, by its rule's op.
+
+    steps: The least and the greatest step of a scan of Mamba-2.
+    """
+    norm = "norm before gate" if steps is None else "gate before norm"
+    limits = "" if steps is None else f" with steps from {steps[0]!r} to {steps[1]!r}"
+    text = f"ck.causal_conv1d_fn, silu, ck.{rule}{limits}, ck.gated_rms_norm, {norm}"
+    return ContractPart("mixer", text)
 
 
 def foreign_part(module: torch.nn.Module) -> ContractPart | None:

@@ -89,6 +89,11 @@ class Rule(NamedTuple):
         return f"ck.softmax in fp32, k largest, ties: the lowest index; {weight}, in {dtype}"
 
 
+_SOFTMAX_ROUTERS = frozenset(
+    f"{family}TopKRouter" for family in ("Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3Next")
+)
+
+
 def rule_of(router: str, normalize: bool) -> Rule | None:
     """Return the rule of a router of transformers by the name of its class; None: it has none.
 
@@ -98,7 +103,7 @@ def rule_of(router: str, normalize: bool) -> Rule | None:
     """
     if router == "MixtralTopKRouter":
         return Rule(normalize=True, rounded=False)
-    if router in ("OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"):
+    if router in _SOFTMAX_ROUTERS:
         return Rule(normalize, rounded=True)
     return None
 

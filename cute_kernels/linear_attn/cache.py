@@ -100,6 +100,29 @@ class LayerCache:
         self.conv_length[slot] = end
         return out
 
+    def boundary(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `resume` needs of slots behind whole chunks: their inputs and states.
+
+        Inputs of the convolution [S, taps - 1, D], the last ones; states [S, heads, ...].
+        """
+        last = torch.arange(1 - self.width, 0, device=slots.device)
+        position = self.conv_length[slots][:, None] + last
+        inputs = self._conv.read(slots[:, None], position)
+        return torch.where((position < 0)[..., None], 0, inputs), self.state[slots]
+
+    def resume(
+        self, slots: torch.Tensor, length: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor
+    ) -> None:
+        """Let slots go on behind ``length`` rows [S], whole chunks, from what `boundary` gave."""
+        for counter in (self.grid, self.length, self.conv_length):
+            counter[slots] = length
+        self.state[slots] = state.view(len(slots), *self.state.shape[1:])
+        tail = self.width - 1
+        position = (length[:, None] + torch.arange(-tail, 0, device=slots.device)).flatten()
+        rows = inputs.reshape(len(position), -1)
+        self._conv.write(slots.repeat_interleave(tail), position, position >= 0, rows)
+        self._goes_on(slots, length)
+
     def _extend(
         self,
         kept: Sequence[torch.Tensor],

@@ -18,6 +18,7 @@ from ..runtime.process_contract import Contract as Contract
 from ..runtime.process_contract import compare_contracts as compare_contracts
 from .patch import guards, pretrained, state
 from .patch.classes import PARALLEL_PRODUCTS
+from .patch.forwards import mixers
 from .patch.report import LOGP
 from .patch.state import NOTES, kind_of
 
@@ -32,11 +33,14 @@ _ACTIVATIONS = {
 }
 _FREQUENCIES = "inv_freq"
 #: Class of transformers -> activation that its own forward computes.
-_SHARED_EXPERT = {"Qwen2MoeSparseMoeBlock": "sigmoid"}
+_GATES = dict.fromkeys(
+    ("Qwen2MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3NextAttention"), "sigmoid"
+)
 #: Attributes of nn.Embedding that change no value, or no gradient but that of one row.
 _OF_EMBEDDINGS = ("norm_type", "padding_idx", "scale_grad_by_freq", "sparse")
 #: Kinds whose ops are those of the modules inside.
 _TRANSPARENT = {"positions", "attention", "residual", "mlp", "base_model", "causal_lm"}
+_TRANSPARENT |= {mixers.BASE_MODEL, mixers.STATEFUL, mixers.CONVOLUTION}
 
 
 def contract(
@@ -173,6 +177,11 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart
     if "norm" in kind:
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
+    if kind == mixers.DELTA_NET and not getattr(module, "allow_neg_eigval", False):
+        return (exchange.mixer_part("chunk_gated_delta_rule"),)
+    if kind == mixers.MAMBA2 and getattr(module, "mamba_rms_norm", True):
+        steps = tuple(map(float, module.time_step_limit))
+        return (exchange.mixer_part("mamba_chunk_scan_combined", steps),)
     cls = state.user_class(module)
     text = f"{cls.__name__} of {cls.__module__.partition('.')[0]}, on ck's functions"
     return _mixture_parts(module, kind) or (ContractPart(kind, text),)
@@ -186,8 +195,8 @@ def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[ContractPart, ..
         if plain and kind_of(module.act_fn) == "silu":
             return (exchange.experts_part(),)
     elif kind == "invariant" and cls.__module__.startswith("transformers.models."):
-        if cls.__name__ in _SHARED_EXPERT:
-            return (exchange.activation_part(_SHARED_EXPERT[cls.__name__]),)
+        if cls.__name__ in _GATES:
+            return (exchange.activation_part(_GATES[cls.__name__]),)
         rule = engine_layers.rule_of(cls.__name__, getattr(module, "norm_topk_prob", True))
         if rule is not None:
             return (exchange.linear_part(), exchange.router_part(rule))

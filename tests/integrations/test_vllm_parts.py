@@ -73,6 +73,9 @@ def config(changes: dict[str, object] | None = None) -> types.SimpleNamespace:
     return changed(parts, changes or {})
 
 
+NEXT = "Qwen3NextForCausalLM"
+
+
 def mixture(name: str) -> types.SimpleNamespace:
     """Return a VllmConfig of a mixture that is taken."""
     fixed = {entry: values[0] for entry, values in refusals.FIXED[name].items()}
@@ -134,12 +137,57 @@ def test_a_configuration_that_breaks_a_promise_is_refused_by_name(model, path, v
 
 
 def test_every_mixture_has_a_rule_and_others_are_refused_by_name():
-    assert set(refusals.ROUTERS) == set(refusals.FIXED)
+    assert set(refusals.ROUTERS) == set(refusals.FIXED) - (set(refusals.HYBRIDS) - {NEXT})
     for name in refusals.ROUTERS:
         rule = refusals.router_rule(namespace(architectures=[name]), normalize=False)
         assert rule.normalize == (name == MIXTRAL)  # it divides, whatever its config says
     with pytest.raises(PatchError, match=r"^model: expected .*, got GptOssForCausalLM"):
         refusals.router_rule(namespace(architectures=["GptOssForCausalLM"]), normalize=False)
+
+
+def hybrid(name: str, **cache: object) -> types.SimpleNamespace:
+    """Return a VllmConfig of a hybrid that is taken, with entries of its ``cache_config``."""
+    cache = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "block_size": 16} | cache
+    parts = mixture(name)
+    parts.model_config.hf_config.num_experts = 0
+    parts.cache_config = namespace(
+        cache_dtype="auto", mamba_ssm_cache_dtype="auto", user_specified_block_size=False, **cache
+    )
+    return parts
+
+
+@pytest.mark.parametrize("name", refusals.HYBRIDS)
+def test_prefixes_of_hybrids_end_with_a_chunk_or_are_refused(name):
+    chunk = 64 if name == NEXT else 128
+    config = hybrid(name, mamba_cache_mode="all")
+    releases.set_hybrid_defaults(config)
+    refusals.check_config(config, "cpu")
+    cache = config.cache_config
+    assert (cache.mamba_cache_mode, cache.block_size) == ("align", chunk)
+    assert cache.mamba_ssm_cache_dtype == "float32"
+    config = hybrid(name, block_size=2 * chunk)
+    releases.set_hybrid_defaults(config)
+    assert config.cache_config.block_size == 2 * chunk
+    config.cache_config.user_specified_block_size = True
+    config.cache_config.block_size = chunk // 2
+    with pytest.raises(ArgumentValueError, match=rf"^block_size: expected a multiple of {chunk}"):
+        releases.set_hybrid_defaults(config)
+    config.cache_config.enable_prefix_caching = False
+    releases.set_hybrid_defaults(config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("parallel_config.tensor_parallel_size", 2),
+        ("cache_config.mamba_cache_mode", "all"),
+        ("cache_config.use_replayssm", True),
+    ],
+)
+def test_what_no_hybrid_can_be_served_with_is_refused_by_name(setting, value):
+    config = changed(hybrid(NEXT), {setting: value})
+    with pytest.raises(ArgumentValueError, match=rf"^{setting.split('.')[1]}: expected"):
+        refusals.check_config(config, "cpu")
 
 
 def test_a_configuration_that_is_covered_is_taken():
@@ -299,7 +347,8 @@ def test_a_refused_engine_stays_refused_in_the_process(monkeypatch, engine_args,
     monkeypatch.setattr(interface, "find_misfits", lambda device: iter(()))
     activated = []
     monkeypatch.setattr(plugin, "activate", lambda: activated.append(True))
-    monkeypatch.setattr(releases, "set_defaults", lambda args: None)
+    for name in ("set_defaults", "set_hybrid_defaults"):
+        monkeypatch.setattr(releases, name, lambda given: None)
     monkeypatch.setattr(refusals, "check_config", lambda config, device: activated.append(config))
     assert engine_args().create_engine_config() == ("config", None)
     assert activated == [True, ("config", None)]

@@ -14,6 +14,8 @@ nor vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the eng
     layers          linears, embedding, LM head and logits, norms, gated activations
     rotary          rotary embeddings
     mixtures        routers and experts of the mixtures that were compared with the trainer
+    recurrent       layers with a state: gated delta nets and scans of Mamba-2
+    slots           slots of requests in the records of those layers
     attention       the attention backend over pages
     samplers        log-probs from fp32 logits, in the samplers of both model runners
 """

@@ -68,9 +68,9 @@ vllm.v1.attention.backends.registry
     AttentionBackendEnum: CUSTOM CPU_ATTN
 vllm.v1.attention.backend
     AttentionType: DECODER
-    AttentionCGSupport: ALWAYS
-    CommonAttentionMetadata: num_reqs num_actual_tokens query_start_loc seq_lens
-        block_table_tensor causal
+    AttentionCGSupport: ALWAYS UNIFORM_SINGLE_TOKEN_DECODE
+    CommonAttentionMetadata: num_reqs num_actual_tokens query_start_loc query_start_loc_cpu
+        max_query_len seq_lens block_table_tensor causal
     AttentionMetadataBuilder.__init__(self kv_cache_spec layer_names vllm_config device)
     AttentionMetadataBuilder.build(self common_prefix_len common_attn_metadata fast_build)
     AttentionImpl.__init__(self num_heads head_size scale num_kv_heads alibi_slopes sliding_window
@@ -115,6 +115,7 @@ vllm.model_executor.layers.layernorm
 vllm.model_executor.layers.activation
     SiluAndMul.__init__(self compile_native)
     GeluAndMul.__init__(self approximate)
+    ReLUSquaredActivation.forward_native(self x)
 vllm.model_executor.layers.rotary_embedding.base
     RotaryEmbedding.__init__(self head_size rotary_dim max_position_embeddings base is_neox_style
         dtype init_cache)
@@ -149,6 +150,27 @@ vllm.model_executor.layers.fused_moe.runner.moe_runner
     MoERunner.__init__(self layer_name moe_config router routed_experts enable_dbo gate
         shared_experts shared_expert_gate routed_input_transform routed_output_transform
         routed_scaling_factor)
+vllm.model_executor.layers.mamba.abstract
+    MambaBase.get_attn_backend(self)
+vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn
+    QwenGatedDeltaNetAttention.__init__(self config vllm_config prefix gqa_interleaved_layout
+        [reduce_results])
+    QwenGatedDeltaNetAttention.forward(self hidden_states [output])
+vllm.model_executor.layers.mamba.mamba_mixer2
+    MambaMixer2.__init__(self hidden_size ssm_state_size conv_kernel_size intermediate_size
+        use_conv_bias use_bias n_groups num_heads head_dim rms_norm_eps activation use_rms_norm
+        model_config cache_config quant_config prefix)
+    MambaMixer2.forward(self hidden_states mup_vector)
+vllm.model_executor.models.qwen3_next
+    Qwen3NextAttention._project_qkv_gate(self qkv positions)
+    Qwen3NextAttention.forward(self positions [output] hidden_states)
+vllm.v1.core.sched.output
+    SchedulerOutput: scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens
+        finished_req_ids preempted_req_ids
+    NewRequestData: req_id block_ids num_computed_tokens
+    CachedRequestData: req_ids resumed_req_ids new_block_ids num_computed_tokens
+vllm.v1.worker.gpu_worker
+    Worker.execute_model(self scheduler_output)
 vllm.v1.outputs
     LogprobsTensors: logprob_token_ids logprobs selected_token_ranks
 vllm.v1.sample.metadata

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from vllm.model_executor.layers import linear
-from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -235,6 +235,16 @@ class Gelu(GeluAndMul):
         return gated_rows(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
 
 
+class SquaredRelu(ReLUSquaredActivation):
+    """ReLUSquaredActivation: one rounding, of the square."""
+
+    cute_kernels_part = exchange.ContractPart("activation", "ReLUSquaredActivation of transformers")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """relu(x)², in the steps of transformers."""
+        return torch.square(torch.relu(x))
+
+
 def register() -> None:
     """Put these classes in the place of vLLM's."""
     releases.register_layers(
@@ -248,5 +258,6 @@ def register() -> None:
             GemmaRMSNorm: GemmaNorm,
             SiluAndMul: Silu,
             GeluAndMul: Gelu,
+            ReLUSquaredActivation: SquaredRelu,
         }
     )

@@ -15,10 +15,13 @@ from . import loading
 _REVIEWED = frozenset(
     f"vllm.model_executor.models.{name}"
     for name in (
-        "gemma3", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
+        "gemma3", "granitemoehybrid", "granitemoeshared", "llama", "mistral", "mixtral",
+        "nemotron_h", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",
     )
 )  # fmt: skip
 _OURS = __package__
+#: Attribute of an attention layer: whether one kernel of vLLM's norms and rotates.
+_FUSED = "use_fused_qk_norm_rope_gate"
 #: Ops that a model needs -> dtype of their operands; None: that of the model.
 OPS = {
     **dict.fromkeys(("linear", "embedding", "rms_norm", "silu", "gelu", "rotary_table")),
@@ -44,9 +47,11 @@ def check_model(model: torch.nn.Module) -> None:
         want = "parts that cute_kernels has exchanged or reviewed"
         raise PatchError(expected(f"model: {names[0]}", want, loading.first_of(kinds)))
     weight = next(model.parameters())
-    parts = (p for m in model.modules() for p in exchange.module_parts(m, weight.dtype))
-    is_mixture = any(part.kind == "experts" for part in parts)
-    contract_ids(weight.device, weight.dtype, OPS | MIXTURE_OPS if is_mixture else OPS)
+    kinds = {p.kind for m in model.modules() for p in exchange.module_parts(m, weight.dtype)}
+    ops = OPS | (MIXTURE_OPS if "experts" in kinds else {})
+    for module in model.modules():
+        ops |= dict.fromkeys(getattr(module, "cute_kernels_ops", ()))
+    contract_ids(weight.device, weight.dtype, ops)
     _checked = True
 
 
@@ -104,6 +109,9 @@ def register() -> None:
     @functools.wraps(build)
     def initialize_model(*args, **kwargs):
         model = build(*args, **kwargs)
+        for module in model.modules():
+            if getattr(module, _FUSED, False):
+                setattr(module, _FUSED, False)
         loading.watch(model)
         return model
 

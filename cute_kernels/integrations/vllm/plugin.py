@@ -52,9 +52,9 @@ def activate() -> None:
     from . import releases
 
     releases.check()
-    from . import attention, layers, mixtures, model_check, rotary, samplers
+    from . import attention, layers, mixtures, model_check, recurrent, rotary, samplers
 
-    for part in (layers, mixtures, rotary, attention, samplers, model_check):
+    for part in (layers, mixtures, recurrent, rotary, attention, samplers, model_check):
         if part not in _registered:
             part.register()
             _registered.append(part)
@@ -81,6 +81,7 @@ def watch(engine_args: type) -> None:
         refusals.check_arguments(self)
         releases.set_defaults(self)
         config = create(self, *args, **kwargs)
+        releases.set_hybrid_defaults(config)
         refusals.check_config(config, releases.device_type())
         return config
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
 from ...errors import ArgumentValueError, PatchError, expected
+from ...linear_attn.config import DELTA_CHUNK, SSD_CHUNK
 from .. import engine_layers
 from . import ranks
 
@@ -46,6 +48,14 @@ OF_MIXTURES = {
     "parallel_config.enable_eplb": _OFF,
     "kernel_config.moe_backend": ("auto",),
 }
+#: Those of a model with layers that have a state.
+OF_HYBRIDS = {
+    "parallel_config.tensor_parallel_size": ("1",),
+    "parallel_config.data_parallel_size": ("1",),
+    "cache_config.mamba_cache_mode": ("none", "align"),
+    "cache_config.use_replayssm": _OFF,
+    "cache_config.enable_mamba_shared_prefix_checkpoint": _OFF,
+}
 _EXECUTOR = "distributed_executor_backend"
 #: Setting -> why other values are not taken.
 _WHY = {
@@ -54,7 +64,8 @@ _WHY = {
     "watermark_config": "tokens are drawn from the model's distribution",
     "linear_backend": "the plug-in runs the linears",
     "moe_backend": "the plug-in runs the experts",
-    "data_parallel_size": "experts are not cut over ranks",
+    "data_parallel_size": "experts and states are not cut over ranks",
+    "mamba_cache_mode": "states are kept at the ends of a step",
 }
 
 #: Mixtures whose vLLM model was compared with a patched transformers model -> what routes there.
@@ -63,6 +74,13 @@ ROUTERS = {
     "OlmoeForCausalLM": "OlmoeTopKRouter",
     "Qwen2MoeForCausalLM": "Qwen2MoeTopKRouter",
     "Qwen3MoeForCausalLM": "Qwen3MoeTopKRouter",
+    "Qwen3NextForCausalLM": "Qwen3NextTopKRouter",
+}
+#: Models with layers that have a state -> rows of a chunk of their rule.
+HYBRIDS = {
+    "GraniteMoeHybridForCausalLM": SSD_CHUNK,
+    "NemotronHForCausalLM": SSD_CHUNK,
+    "Qwen3NextForCausalLM": DELTA_CHUNK,
 }
 #: Architectures whose vLLM model was reviewed, and compared with a patched transformers model.
 ARCHITECTURES = (
@@ -71,7 +89,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
-    *ROUTERS,
+    *dict.fromkeys((*ROUTERS, *HYBRIDS)),
 )
 _SILU, _NO_WINDOW = {"hidden_act": ("silu",)}, {"use_sliding_window": (False, None)}
 #: Mixture -> entries of its config that vLLM's model takes to be one of these values: it does not
@@ -82,6 +100,9 @@ FIXED = {
     | {"clip_qkv": (None,), "norm_topk_prob": (False, None), "rms_norm_eps": (1e-5,)},
     "Qwen2MoeForCausalLM": _SILU | _NO_WINDOW,
     "Qwen3MoeForCausalLM": _SILU | _NO_WINDOW | {"shared_expert_intermediate_size": (None, 0)},
+    "Qwen3NextForCausalLM": _SILU | {"attn_output_gate": (True,), "layer_scale": (False, None)},
+    "NemotronHForCausalLM": {"mlp_hidden_act": ("relu2",), "residual_in_fp32": (False,)},
+    "GraniteMoeHybridForCausalLM": _SILU | {"mamba_n_groups": (1,)},
 }
 #: Counts of experts in the configs of transformers.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -127,6 +148,8 @@ def find(config: object, device: str) -> Iterator[Refusal]:
     """Yield the settings of a ``VllmConfig`` that are not taken."""
     yield from _model(config.model_config)
     yield from _others(config, SETTINGS)
+    if _architecture(config.model_config) in HYBRIDS:
+        yield from _others(config, OF_HYBRIDS)
     is_mixture = _experts(config.model_config) > 0
     if is_mixture:
         yield from _others(config, OF_MIXTURES)
@@ -157,22 +180,21 @@ def _text(value: object) -> str:
 
 
 def _model(model: object) -> Iterator[Refusal]:
-    names = list(getattr(model, "architectures", None) or [""])
-    hf_config, experts = _hf_config(model), _experts(model)
+    name, hf_config, experts = _architecture(model), _hf_config(model), _experts(model)
     if getattr(model, "use_mla", False):
         yield Refusal("model", "attention with keys and values", "latent attention (MLA)")
     if (runner := _text(getattr(model, "runner_type", "generate"))) != "generate":
         yield Refusal("runner", "generate", runner)
-    if experts and names[0] and names[0] not in ROUTERS:
+    if experts and name and name not in ROUTERS:
         want = f"no mixture of experts but {', '.join(ROUTERS)}"
-        yield Refusal("model", want, f"{names[0]}, {experts} experts")
-    if names[0] not in ARCHITECTURES:
-        yield Refusal("architecture", f"one of {', '.join(ARCHITECTURES)}", ", ".join(names))
-    for name, values in FIXED.get(names[0], {}).items():
-        value = getattr(hf_config, name, values[0])
+        yield Refusal("model", want, f"{name}, {experts} experts")
+    if name not in ARCHITECTURES:
+        yield Refusal("architecture", f"one of {', '.join(ARCHITECTURES)}", name)
+    for entry, values in FIXED.get(name, {}).items():
+        value = getattr(hf_config, entry, values[0])
         if value not in values:
-            want = f"{values[0]}, which vLLM's {names[0]} takes it to be"
-            yield Refusal(f"model: {name}", want, value)
+            want = f"{values[0]}, which vLLM's {name} takes it to be"
+            yield Refusal(f"model: {entry}", want, value)
     most = getattr(model, "max_logprobs", 0)
     vocab = getattr(hf_config, "vocab_size", None)
     if most < 0 or (vocab is not None and most >= vocab):
@@ -182,7 +204,7 @@ def _model(model: object) -> Iterator[Refusal]:
     kinds = [value for value in parameters.values() if isinstance(value, dict)]
     for holder in (vars(hf_config), parameters, *kinds):
         factor = holder.get("partial_rotary_factor")
-        if factor not in (None, 1.0):
+        if factor not in (None, 1.0) and name not in HYBRIDS:
             want = "1.0 (of these models transformers rotates whole heads)"
             yield Refusal("model: partial_rotary_factor", want, factor)
 
@@ -192,8 +214,16 @@ def _hf_config(model: object) -> object:
     return getattr(model, "hf_text_config", None) or model.hf_config
 
 
+def _architecture(model: object) -> str:
+    """Name of the model's class; "" if it has none."""
+    return next(iter(getattr(model, "architectures", None) or ()), "")
+
+
 def _experts(model: object) -> int:
     """Number of experts of a model; 0: it is no mixture."""
+    kinds = getattr(_hf_config(model), "layers_block_type", None) or ()
+    if _architecture(model) == "NemotronHForCausalLM" and "moe" not in kinds:
+        return 0
     counts = (getattr(_hf_config(model), name, 0) or 0 for name in _EXPERTS)
     return next((count for count in counts if count > 1), 0)
 
@@ -211,15 +241,29 @@ def _engine(config: object, device: str) -> Iterator[Refusal]:
         yield Refusal("attention_backend", f"{taken[-1]}, or unset", backend)
 
 
+def chunk_of(config: object) -> int | None:
+    """Rows of a chunk of a hybrid's rule; None: it is no hybrid."""
+    return HYBRIDS.get(_architecture(config.model_config))
+
+
+def step_limit(model_config: object) -> tuple[float, float]:
+    """Return the least and the greatest step of a scan, as the trainer's mixer has them."""
+    config = _hf_config(model_config)
+    if _architecture(model_config) == "NemotronHForCausalLM":
+        return float(config.time_step_min), math.inf
+    least, most = getattr(config, "time_step_limit", None) or (0.0, math.inf)
+    return float(least), float(most)
+
+
 def router_rule(model_config: object, normalize: bool) -> engine_layers.Rule:
     """Return how the router of this engine's model makes weights.
 
     Raises:
         PatchError: an architecture that is not of `ROUTERS`.
     """
-    names = list(getattr(model_config, "architectures", None) or [""])
-    if names[0] not in ROUTERS:
-        raise PatchError(expected("model", f"one of {', '.join(ROUTERS)}", names[0]))
-    rule = engine_layers.rule_of(ROUTERS[names[0]], normalize)
+    name = _architecture(model_config)
+    if name not in ROUTERS:
+        raise PatchError(expected("model", f"one of {', '.join(ROUTERS)}", name))
+    rule = engine_layers.rule_of(ROUTERS[name], normalize)
     assert rule is not None
     return rule

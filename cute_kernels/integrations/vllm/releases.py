@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import BackendUnavailable, PatchError, expected
-from . import interface
+from ...errors import ArgumentValueError, BackendUnavailable, PatchError, expected
+from . import interface, refusals
 
 
 class Release(NamedTuple):
@@ -100,6 +100,28 @@ def set_defaults(engine_args) -> None:
         graphs = device_type() == "cuda" and not engine_args.enforce_eager
         if compilation.cudagraph_mode is None and graphs:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def set_hybrid_defaults(config) -> None:
+    """Set what the prefix cache of a hybrid needs: blocks end where chunks of its rule do.
+
+    Raises:
+        ArgumentValueError: blocks that the user chose do not.
+    """
+    cache, chunk = config.cache_config, refusals.chunk_of(config)
+    if chunk is None or not cache.enable_prefix_caching:
+        return
+    if cache.mamba_cache_mode == "all":
+        cache.mamba_cache_mode = "align"
+    # A page holds a state as it is in the record.
+    cache.mamba_ssm_cache_dtype = "float32"
+    if cache.block_size % chunk:
+        if cache.user_specified_block_size:
+            raise ArgumentValueError(
+                expected("block_size", f"a multiple of {chunk}", cache.block_size)
+            )
+        # vLLM makes blocks longer by multiples of this.
+        cache.block_size, cache.user_specified_block_size = chunk, True
 
 
 def attention_name() -> str:

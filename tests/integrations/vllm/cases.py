@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class Case:
 
     pages: too few for all prompts at once.  temperature: of sampling; 0: greedy.
     logprobs_mode: vLLM's.  A window or a layer type makes the context matter.  budgets: tokens of
-    a step; each run scores what was drawn, in chunks of so many.
+    a step; each run scores what was drawn, in chunks of so many.  page: tokens of one.  caches:
+    whether prefixes are cached, as those of hybrids only at the ends of steps of whole pages.
     """
 
     config: transformers.PretrainedConfig
@@ -43,6 +45,18 @@ class Case:
     temperature: float = 0.0
     logprobs_mode: str = "raw_logprobs"
     budgets: tuple[int, ...] = ()
+    page: int = PAGE
+    caches: bool = True
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a step; a prefix is cached where a step ends with a page."""
+        return 8 * self.page if self.is_hybrid and self.caches else 64
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it has layers with a state."""
+        return hasattr(self.config, "layers_block_type")
 
 
 def _heads(query: int, key: int, dim: int) -> dict[str, int]:
@@ -57,6 +71,20 @@ _SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_att
 def _case(kind: str, options: dict[str, object], **case: object) -> Case:
     return Case(getattr(transformers, f"{kind}Config")(**_SIZES | options), **case)
 
+
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32}
+_DELTA |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}
+_DELTA |= {"num_experts": 12, "num_experts_per_tok": 4, "mlp_only_layers": [0]}
+_DELTA |= {"layer_types": ["linear_attention", "full_attention"]}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 32}
+_NEMOTRON |= {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3}
+#: vLLM's name of those layers, as of the checkpoints that there are.
+_NEMOTRON |= {"time_step_min": 0.5, "hybrid_override_pattern": "M*-"}
+_GRANITE = {"mamba_n_heads": 24, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16}
+_GRANITE |= {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
+_GRANITE |= {"num_experts_per_tok": 0, "shared_intermediate_size": 512}
+_GRANITE |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
 
 CASES = {
     "llama": _case(
@@ -93,6 +121,18 @@ CASES = {
         | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}
         | {"num_experts": 12, "num_experts_per_tok": 4},
     ),
+    "qwen3_next": _case(
+        "Qwen3Next", _heads(12, 4, 64) | _DELTA, page=64, pages=7, lengths=(63, 127, 191, 255)
+    ),
+    "qwen3_next_chunks": _case(
+        "Qwen3Next", _heads(12, 4, 64) | _DELTA, budgets=BUDGETS, pages=8, caches=False
+    ),
+    "nemotron_h": _case(
+        "NemotronH", _heads(12, 4, 64) | _NEMOTRON, page=128, pages=7, lengths=(127, 255, 300)
+    ),
+    "granite_hybrid": _case(
+        "GraniteMoeHybrid", _TWELVE | _GRANITE, budgets=BUDGETS, pages=5, caches=False
+    ),
 }
 
 
@@ -110,6 +150,12 @@ def save(name: str, folder: Path) -> Path:
             # Else each token predicts itself, with a log-prob of 0.
             model.get_input_embeddings().weight *= 0.01 / _SIZES["initializer_range"]
     model.bfloat16().save_pretrained(path)
+    pattern = getattr(CASES[name].config, "hybrid_override_pattern", None)
+    if pattern is not None:
+        file = path / "config.json"
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"hybrid_override_pattern": pattern})
+        )
     return path
 
 

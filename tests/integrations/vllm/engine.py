@@ -67,11 +67,12 @@ def run(name: str, folder: Path, write) -> None:
     longest = max(case.lengths) + cases.NEW_TOKENS
     llm = start(
         folder / name,
-        max_model_len=-(-longest // cases.PAGE) * cases.PAGE,
+        max_model_len=-(-longest // case.page) * case.page,
         max_num_seqs=len(case.lengths),
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=case.budget,
         num_gpu_blocks_override=case.pages,
-        enable_prefix_caching=True,
+        enable_prefix_caching=case.caches,
+        block_size=case.page,
         logprobs_mode=case.logprobs_mode,
         # A card may have other engines, and what the last one of this process has left.
         **({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}),
@@ -178,7 +179,39 @@ def weights_in_another_dtype() -> None:
     )
 
 
-MUTANTS = (combine_rounded_products, weights_in_another_dtype)
+def resume_without_inputs() -> None:
+    """Begin behind a cached prefix without the last inputs of the convolution."""
+    from cute_kernels.linear_attn.cache import LayerCache
+
+    true = LayerCache.resume
+    LayerCache.resume = lambda self, slots, length, inputs, state: true(
+        self, slots, length, inputs * 0, state
+    )
+
+
+def steps_without_limits() -> None:
+    """Leave the steps of a scan as they are, as vLLM does."""
+    from cute_kernels.integrations.vllm import refusals
+
+    refusals.step_limit = lambda config: (0.0, float("inf"))
+
+
+def keep_states() -> None:
+    """Begin a sequence with the state of the one that had its slot."""
+    from cute_kernels.linear_attn.cache import LinearAttentionCache
+
+    def reset(self, slots):
+        for layer in self.layers:
+            for counter in (layer.grid, layer.length, layer.conv_length):
+                counter[slots] = 0
+
+    LinearAttentionCache.reset = reset
+
+
+MUTANTS = (
+    combine_rounded_products, weights_in_another_dtype, resume_without_inputs, steps_without_limits,
+    keep_states,
+)  # fmt: skip
 
 
 def main() -> None:

@@ -18,6 +18,12 @@ from tests.integrations.vllm import cases, processes
 
 pytestmark = pytest.mark.nightly
 RUNS = "alone", "batched", "cached"
+#: vLLM's own scans of Mamba-2 have no CPU backend; of hybrids there are mutants below.
+STOCK = [name for name, case in cases.CASES.items() if not case.is_hybrid]
+SYSTEMS = [
+    (system, name) for system in ("ours", "stock") for name in cases.CASES
+    if system == "ours" or name in STOCK
+]  # fmt: skip
 
 
 def start(module: str, *arguments: object, plugin: str, **environment: str) -> None:
@@ -55,7 +61,7 @@ def background(request, tmp_path_factory):
 def draw(folder, plugin: str) -> tuple[list[dict], dict[tuple, list[int]]]:
     """Return the lines of the engine, and the trainer's bytes by sequence."""
     out, scored = folder / f"engine_{plugin}.jsonl", folder / f"trainer_{plugin}.jsonl"
-    start("engine", folder, out, *cases.CASES, plugin=plugin)
+    start("engine", folder, out, *(cases.CASES if plugin == "1" else STOCK), plugin=plugin)
     start("trainer", folder, out, scored, "chain", plugin="0")
     return read(out), bits_by_sequence(scored)
 
@@ -74,12 +80,11 @@ def draw_on_ranks(folder) -> tuple[list[dict], list[dict], list[dict]]:
     return read(out), read(scored), json.loads(out.with_suffix(".contracts").read_text())
 
 
-@pytest.mark.parametrize("system", ["ours", "stock"])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize(("system", "name"), SYSTEMS)
 def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(background, name, system):
     lines, trainer = background.result(system)
     chunks = tuple(f"chunks of {budget}" for budget in cases.CASES[name].budgets)
-    for what in RUNS + chunks:
+    for what in (RUNS if cases.CASES[name].caches else RUNS[:2]) + chunks:
         runs = [line for line in lines if (line["case"], line["run"]) == (name, what)]
         assert len(runs) == (1 if what == "cached" else len(cases.CASES[name].lengths))
         pairs = [
@@ -95,13 +100,14 @@ def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(backgr
         assert (differing == 0) if system == "ours" else (differing > 0)
 
 
-@pytest.mark.parametrize("system", ["ours", "stock"])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize(("system", "name"), SYSTEMS)
 def test_the_runs_are_what_they_are_said_to_be(background, name, system):
     lines, _ = background.result(system)
     of_case = {(e["run"], e["prompt"]): e for e in lines if e["case"] == name}
     assert of_case["batched", 0]["preempted"] > 0
-    assert of_case["cached", len(cases.CASES[name].lengths) - 1]["cached"] >= cases.PAGE
+    case = cases.CASES[name]
+    if case.caches:
+        assert of_case["cached", len(case.lengths) - 1]["cached"] >= case.page
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
 
 
@@ -111,9 +117,15 @@ def test_layers_of_a_mixture_have_the_trainers_formula_and_refuse_other_options(
 
 @pytest.mark.parametrize(
     ("mutant", "name"),
-    [("combine_rounded_products", "qwen3_moe"), ("weights_in_another_dtype", "mixtral")],
+    [
+        ("combine_rounded_products", "qwen3_moe"),
+        ("weights_in_another_dtype", "mixtral"),
+        ("resume_without_inputs", "qwen3_next"),
+        ("keep_states", "qwen3_next_chunks"),
+        ("steps_without_limits", "nemotron_h"),
+    ],
 )
-def test_a_mixture_that_is_not_the_trainers_differs(tmp_path, mutant, name):
+def test_an_engine_that_is_not_the_trainers_differs(tmp_path, mutant, name):
     out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
     cases.save(name, tmp_path)
     start("engine", f"--{mutant}", tmp_path, out, name, plugin="1")

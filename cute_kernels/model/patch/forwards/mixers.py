@@ -22,7 +22,7 @@ from torch import nn
 
 from ....errors import ArgumentValueError, expected
 from ....gemm import api as gemm
-from ....integrations import packs
+from ....integrations import mixing, packs
 from ....integrations import transformers as integration
 from ....linear_attn import api as linear_attn
 from ....linear_attn import op_gate
@@ -30,7 +30,6 @@ from ....linear_attn.cache import LinearAttentionCache
 from ....linear_attn.config import (
     CONV_WIDTHS,
     DELTA_SIZES,
-    L2NORM_EPS,
     SELECTIVE_GPU_STATES,
     SELECTIVE_STATES,
     SSD_GPU_SIZES,
@@ -52,19 +51,6 @@ LAYER, BASE_MODEL, STATEFUL = "hybrid_layer", "hybrid_model", "hybrid"
 STATEFUL_FLAG = "_is_stateful"
 
 
-class Projected(NamedTuple):
-    """Projections of hidden states [B, T, hidden].
-
-    qkv: [B, T, 2 H K + HV V], inputs of the convolution.  z: [B, T, HV, V], input of the output's
-    gate.  b, a: [B, T, HV], inputs of beta and of the decay; a of Kimi's: [B, T, hidden].
-    """
-
-    qkv: torch.Tensor
-    z: torch.Tensor
-    b: torch.Tensor
-    a: torch.Tensor
-
-
 #: Inputs of a rule [B, T, ...], those of its convolution first.
 Rows = tuple[torch.Tensor, ...]
 #: (a mixer, rows, their sequences, a record of the rows before them) -> results of the rule.
@@ -74,37 +60,29 @@ Mix = Callable[[nn.Module, Rows, packs.Sequences, LinearAttentionCache | None], 
 # ---- classes ------------------------------------------------------------------------------------
 
 
-def _interleaved(self: nn.Module, x: torch.Tensor) -> Projected:
+def _interleaved(self: nn.Module, x: torch.Tensor) -> mixing.Projected:
     """Qwen3-Next: each k head has its q, k, v and z side by side."""
-    group = self.num_v_heads // self.num_k_heads
-    wide = self.head_v_dim * group
-    sizes = [self.head_k_dim, self.head_k_dim, wide, wide]
-    heads = self.in_proj_qkvz(x).unflatten(-1, (self.num_k_heads, sum(sizes)))
-    *qkv, z = heads.split(sizes, -1)
-    b, a = self.in_proj_ba(x).unflatten(-1, (self.num_k_heads, 2 * group)).split(group, -1)
-    qkv = torch.cat([t.flatten(2) for t in qkv], -1)
-    z = z.unflatten(-1, (group, self.head_v_dim)).flatten(2, 3)
-    return Projected(qkv, z, b.flatten(2), a.flatten(2))
+    return mixing.interleaved(self.in_proj_qkvz(x), self.in_proj_ba(x), *rule_of(self).sizes(self))
 
 
-def _apart(self: nn.Module, x: torch.Tensor) -> Projected:
+def _apart(self: nn.Module, x: torch.Tensor) -> mixing.Projected:
     """Qwen3.5: q, k and v are one projection, the others one each."""
     z = self.in_proj_z(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
-    return Projected(self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x))
+    return mixing.Projected(self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x))
 
 
-def _one_by_one(self: nn.Module, x: torch.Tensor) -> Projected:
+def _one_by_one(self: nn.Module, x: torch.Tensor) -> mixing.Projected:
     """OLMo Hybrid: a projection for each of them."""
     qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
     z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
-    return Projected(qkv, z, self.b_proj(x), self.a_proj(x))
+    return mixing.Projected(qkv, z, self.b_proj(x), self.a_proj(x))
 
 
-def _of_channels(self: nn.Module, x: torch.Tensor) -> Projected:
+def _of_channels(self: nn.Module, x: torch.Tensor) -> mixing.Projected:
     """Kimi Linear: a projection each, of two factors for the gates, and the decay's in a part."""
     qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
     z = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
-    return Projected(qkv, z, self.b_proj(x), x)
+    return mixing.Projected(qkv, z, self.b_proj(x), x)
 
 
 class Mixer(NamedTuple):
@@ -114,7 +92,7 @@ class Mixer(NamedTuple):
     """
 
     kind: str = MAMBA2
-    project: Callable[[nn.Module, torch.Tensor], Projected] | None = None
+    project: Callable[[nn.Module, torch.Tensor], mixing.Projected] | None = None
     norm: str = "norm"
     out: str = "out_proj"
 
@@ -257,14 +235,14 @@ def _caches_record() -> bool:
 
 def model_kind(module: nn.Module) -> str | None:
     """Name of our forward of a model around known mixers; None: it is none."""
-    if not (mixing := mixers_in(module)):
+    if not (mixers := mixers_in(module)):
         return None
     if _silent_mixer(user_class(module)) is not None:
         return LAYER
     layers = module._modules.get("layers")
     if isinstance(layers, nn.ModuleList):
         parts = {id(part) for layer in layers for part in layer.modules()}
-        return BASE_MODEL if all(id(mixer) in parts for mixer in mixing) else None
+        return BASE_MODEL if all(id(mixer) in parts for mixer in mixers) else None
     return STATEFUL if getattr(module, STATEFUL_FLAG, False) else None
 
 
@@ -429,12 +407,8 @@ def _delta_rule(
     g = self.forget_gate(a, sequences) if of_channels else _decay(self, a, sequences)
     mixed = self.conv1d(qkv, sequences, record)
     mixed, beta, g = map(sequences.pack, (mixed, beta, g))
-    (heads, v_heads), (key, value) = rule_of(self).sizes(self)
-    q, k, v = mixed.split([heads * key, heads * key, v_heads * value], -1)
-    q, k = (t.unflatten(-1, (heads, key)) for t in (q, k))
-    v = v.unflatten(-1, (v_heads, value))
-    q, k = op_gate.l2norm(q, L2NORM_EPS), op_gate.l2norm(k, L2NORM_EPS)
-    operands, options = (q, k, v, g, beta), {"cu_seqlens": sequences.offsets}
+    operands = *mixing.delta_operands(mixed, *rule_of(self).sizes(self)), g, beta
+    options = {"cu_seqlens": sequences.offsets}
     if record is not None:
         return sequences.unpack(record[0].gated_delta_rule(*operands, **options))
     rule = linear_attn.chunk_kda if of_channels else linear_attn.chunk_gated_delta_rule
@@ -471,17 +445,6 @@ def _mamba2_inputs(self: nn.Module, x: torch.Tensor) -> tuple[Rows, torch.Tensor
     return (mixed, dt, gate.unflatten(-1, (self.num_heads, self.head_dim))), None
 
 
-#: softplus(x) is x here, and a product with it exact.
-_LINEAR = 32.0
-
-
-def _rates(A_log: torch.Tensor) -> torch.Tensor:
-    """A = -e^A_log, by the op that has it: decays of a step of 1."""
-    step = A_log.new_full((1, 1, A_log.numel()), _LINEAR)
-    decays = op_gate.decay_gate(step, A_log.flatten(), *[None] * 5)
-    return decays.view(A_log.shape) / _LINEAR
-
-
 def _scan(
     self: nn.Module,
     rows: Rows,
@@ -491,10 +454,8 @@ def _scan(
     """Convolve, and scan: [B, T, H P].  rows: inputs of the convolution, dt, and z if there is."""
     mixed, dt, *gate = rows
     mixed = sequences.pack(self.conv1d(mixed, sequences, record))
-    x, B, C = mixed.split([self.intermediate_size, *2 * [self.n_groups * self.ssm_state_size]], -1)
-    x = x.unflatten(-1, (self.num_heads, self.head_dim))
-    B, C = (t.unflatten(-1, (self.n_groups, self.ssm_state_size)) for t in (B, C))
-    A = _rates(self.A_log)
+    x, B, C = mixing.scan_operands(mixed, *rule_of(self).sizes(self))
+    A = mixing.rates(self.A_log)
     options = {
         "D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True,
         "z": sequences.pack(gate[0]) if gate else None,
@@ -532,7 +493,7 @@ def _selective_scan(
         "D": self.D, "z": z, "delta_bias": self.dt_proj.bias, "delta_softplus": True,
         "cu_seqlens": sequences.offsets,
     }  # fmt: skip
-    operands = u, delta, _rates(self.A_log), B, C
+    operands = u, delta, mixing.rates(self.A_log), B, C
     if record is not None:
         out = record[0].selective_scan(*operands, **options)
     else:
