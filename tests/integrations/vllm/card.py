@@ -14,6 +14,7 @@ of it.  stock_moe needs vLLM's _moe_C extension.
     weights                             weights that change under captured graphs
     tp1, tp2, tp2_eager, tp_trainer     one rank, two ranks (two cards), both beside the trainer
     families, families_trainer          small models: chunks, preemption, prefix cache, windows
+    hybrid_qwen3_next, hybrid_nemotron_h, hybrid_granite       models with layers that have a state
     continuous          transformers' generate_batch; $NEW_TRANSFORMERS: folder with 5.23
     example             examples/grpo_vllm.py
     determinism         vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
@@ -41,7 +42,7 @@ from typing import NamedTuple
 import torch
 
 from perf.rl.engine import ENVIRONMENT, facts, plugin_folder
-from tests.integrations.vllm import cases, gpu_stages, processes
+from tests.integrations.vllm import cases, gpu_hybrids, gpu_stages, processes
 from tests.integrations.vllm import gpu_large as large
 from tests.integrations.vllm.gpu_large import OUT, SMALL, WORK, say
 from tests.ranks import ROOT
@@ -208,6 +209,7 @@ def stages() -> dict[str, Stage]:
     for model in ("llama", "qwen3"):
         out[f"large_{model}"] = Stage(90)
         out |= {f"many_{model}": Stage(many, OURS), f"many_{model}_trainer": Stage(many, STOCK)}
+    out |= {gpu_hybrids.STAGE + name: Stage(280, OURS) for name in gpu_hybrids.HYBRIDS}
     tests = os.environ.get("VLLM_TESTS", "vllm-src/tests")
     # Tests that take a minute each or less.
     selected = os.environ.get("SELECTED", "bs1_vs_bsN or decode_logprobs or needle")

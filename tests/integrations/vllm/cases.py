@@ -72,8 +72,8 @@ def _case(kind: str, options: dict[str, object], **case: object) -> Case:
     return Case(getattr(transformers, f"{kind}Config")(**_SIZES | options), **case)
 
 
-_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-_DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32}
+_DELTA = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+_DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 _DELTA |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}
 _DELTA |= {"num_experts": 12, "num_experts_per_tok": 4, "mlp_only_layers": [0]}
 _DELTA |= {"layer_types": ["linear_attention", "full_attention"]}
@@ -138,19 +138,27 @@ CASES = {
 
 def save(name: str, folder: Path) -> Path:
     """Write a random model of that case, in bf16, with norms that are not 1."""
-    path = folder / name
-    generator = torch.Generator().manual_seed(len(name))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CASES[name].config)
+    config = CASES[name].config
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    pattern = getattr(config, "hybrid_override_pattern", None)
+    return save_random(model, folder / name, torch.Generator().manual_seed(len(name)), pattern)
+
+
+def save_random(model, path: Path, generator: torch.Generator, pattern: str | None) -> Path:
+    """Write a model in bf16, with vectors that are moved.
+
+    pattern: vLLM's name of the layers of a Nemotron-H, which checkpoints have.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+                noise = torch.randn(parameter.shape, generator=generator, device=generator.device)
+                parameter += 0.2 * noise
         if model.config.tie_word_embeddings:
             # Else each token predicts itself, with a log-prob of 0.
             model.get_input_embeddings().weight *= 0.01 / _SIZES["initializer_range"]
     model.bfloat16().save_pretrained(path)
-    pattern = getattr(CASES[name].config, "hybrid_override_pattern", None)
     if pattern is not None:
         file = path / "config.json"
         file.write_text(

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 
 from perf.rl.engine import facts
+from tests.integrations.vllm import gpu_hybrids, trainer
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm import trainer
 from tests.integrations.vllm.gpu_large import SMALL, WORK, say
 
 # ---- families ------------------------------------------------------------------------------------
@@ -271,4 +271,4 @@ def functions() -> dict[str, Callable[[], None]]:
         out[f"large_{model}"] = partial(large.save_model, model)
         out[f"many_{model}"] = partial(draw_many, model, seconds)
         out[f"many_{model}_trainer"] = partial(score_many, model, seconds)
-    return out
+    return out | {gpu_hybrids.STAGE + n: partial(gpu_hybrids.run, n) for n in gpu_hybrids.HYBRIDS}
