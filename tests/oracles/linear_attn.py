@@ -47,13 +47,16 @@ def delta_rule(
     """
     q, k, v, g, beta, state = (t.double() for t in (q, k, v, g, beta, state))
     served = torch.arange(v.shape[1]) // (v.shape[1] // q.shape[1])
-    out = []
-    for t in range(len(q)):
-        state = g[t].exp().view(v.shape[1], -1, 1) * state
-        error = v[t] - torch.einsum("hk,hkv->hv", k[t, served], state)
-        state = state + torch.einsum("hk,hv->hkv", k[t, served], beta[t, :, None] * error)
-        out.append(scale * torch.einsum("hk,hkv->hv", q[t, served], state))
-    return torch.stack(out) if out else v, state
+    decays, states = (g if g.dim() == 3 else g[..., None]).exp()[..., None], []
+    rows = zip(decays.unbind(), k[:, served].unbind(), v.unbind(), beta.unbind(), strict=True)
+    for decay, key, value, weight in rows:
+        state = decay * state
+        error = value - (key[:, None] @ state)[:, 0]
+        state = state + key[..., None] * (weight[:, None] * error)[:, None]
+        states.append(state)
+    if not states:
+        return v, state
+    return scale * torch.einsum("thk,thkv->thv", q[:, served], torch.stack(states)), state
 
 
 def delta_bound(exact: torch.Tensor, dtype: torch.dtype, inside: float = 2.0**-22) -> torch.Tensor:
@@ -85,16 +88,17 @@ def state_space(
         dt = dt + dt_bias
     step = (functional.softplus(dt) if softplus else dt).clamp(low, high)
     group = torch.arange(x.shape[1]) // (x.shape[1] // B.shape[1])
-    out = []
-    for t in range(len(x)):
-        decay = (A.view(len(A), 1, -1) * step[t, :, None, None]).exp()
-        added = torch.einsum("h,hp,hn->hpn", step[t], x[t], B[t, group])
-        state = decay * state + added
-        y = torch.einsum("hpn,hn->hp", state, C[t, group])
-        if D is not None:
-            y = y + D.view(len(D), -1) * x[t]
-        out.append(y if z is None else y * functional.silu(z[t]))
-    return torch.stack(out) if out else x, state
+    decays = (A.view(1, len(A), 1, -1) * step[..., None, None]).exp()
+    terms, states = torch.einsum("th,thp,thn->thpn", step, x, B[:, group]), []
+    for decay, term in zip(decays.unbind(), terms.unbind(), strict=True):
+        state = decay * state + term
+        states.append(state)
+    if not states:
+        return x, state
+    y = torch.einsum("thpn,thn->thp", torch.stack(states), C[:, group])
+    if D is not None:
+        y = y + D.view(len(D), -1) * x
+    return y if z is None else y * functional.silu(z), state
 
 
 def l2norm(x: torch.Tensor, eps: float) -> torch.Tensor:
