@@ -55,6 +55,16 @@ def test_a_backward_adds_to_it_and_sets_the_parameters_flag(name):
         assert added(weight, want), way
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plain_gradient_has_the_bytes_of_a_main_grad_from_zero(name):
+    weight, x = parameter(name), rows()
+    weight.main_grad.zero_()
+    for main in (None, weight.main_grad):
+        y = run(name, x, weight, main)
+        y.backward(upstream(y))
+    assert same_bytes(weight.grad, weight.main_grad)
+
+
 @pytest.mark.parametrize("way", ["cast", "autocast", "autocast, moved"])
 @pytest.mark.parametrize("name", CAST)
 def test_the_flag_is_the_parameters_where_a_cast_is_multiplied(name, way):

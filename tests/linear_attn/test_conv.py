@@ -244,16 +244,6 @@ def test_killed(name):
         test_a_sequence_has_its_bytes_in_a_pack_beside_nan((3, 70, 2), torch.int32)
 
 
-def test_plain_gradients_have_the_bytes_of_main_grads_from_zero():
-    o = inputs(70, 2)
-    weight, bias = (t.detach().float().requires_grad_() for t in (o.weight, o.bias))
-    mains = torch.zeros(40, 4), torch.zeros(40)
-    for options in ({}, {"main_grad": mains[0], "bias_main_grad": mains[1]}):
-        y = ck.causal_conv1d_fn(o.x, weight, bias, activation="silu", **options)
-        y.backward(o.dy)
-    assert same_bytes(weight.grad, mains[0]) and same_bytes(bias.grad, mains[1])
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 X, W = torch.zeros(2, 8, 5), torch.zeros(8, 4)

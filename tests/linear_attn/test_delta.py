@@ -14,7 +14,6 @@ from cute_kernels.errors import (
     ArgumentValueError,
     DtypeError,
     ShapeError,
-    UnsupportedTransformError,
 )
 from cute_kernels.linear_attn import cpu_chunks, cpu_delta, op_gate
 from cute_kernels.runtime import dispatch
@@ -493,29 +492,3 @@ def test_refused(which):
     with pytest.raises(error) as caught:
         function(**right | changed)
     assert str(caught.value).startswith(message)
-
-
-def test_double_backward_is_refused():
-    v = V.clone().requires_grad_()
-    for function, right in ((ck.chunk_gated_delta_rule, RIGHT), (ck.chunk_kda, RIGHT_KDA)):
-        out, _ = function(**right | {"v": v})
-        with pytest.raises(UnsupportedTransformError, match=f"{function.__name__}: double back"):
-            torch.autograd.grad(out.sum(), v, create_graph=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_that_nobody_needs(name):
-    """One alone has the bytes that it has among all; the state is not asked for."""
-    case = Case((9,), batch=2)
-    o, (d_out, _) = operands(case), upstream(case)
-    results = []
-    for wanted in (NAMES, (name,)):
-        leaves = {n: t.unflatten(0, (2, -1)) for n, t in zip(NAMES, o[:5], strict=False)}
-        leaves["initial_state"] = o.initial
-        leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
-        out, final = ck.chunk_gated_delta_rule(**leaves)
-        assert final is None
-        out.backward(d_out.view(out.shape))
-        assert all((t.grad is not None) == (n in wanted) for n, t in leaves.items())
-        results.append(leaves[name].grad)
-    assert same_bytes(*results)

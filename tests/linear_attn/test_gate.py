@@ -239,18 +239,6 @@ def test_one_sum_a_micro_batch_is_killed(monkeypatch):
     dispatch.forget()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_plain_gradients_have_the_bytes_of_main_grads_from_zero(dtype):
-    o = gate_operands(GATES["batch"])
-    a = o.a.view(2, 21, 6)
-    A_log, dt_bias = (t.detach().to(dtype).requires_grad_() for t in o[1:3])
-    mains = torch.zeros(6), torch.zeros(6)
-    for into in ((None, None), mains):
-        op_gate.decay_gate(a, A_log, dt_bias, None, *into, None).backward(o.dg.view(2, 21, 6))
-    for leaf, main in zip((A_log, dt_bias), mains, strict=True):
-        assert leaf.grad.dtype == dtype and same_bytes(leaf.grad, main.to(dtype))
-
-
 def test_gradients_that_nobody_needs_are_not_made():
     o = gate_operands(GATES["batch"])
     operands = o.dg.view(2, 21, 6), o.a.view(2, 21, 6), o.A_log, o.dt_bias, None

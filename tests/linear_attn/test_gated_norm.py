@@ -13,7 +13,6 @@ from cute_kernels.errors import (
     ArgumentValueError,
     DtypeError,
     ShapeError,
-    UnsupportedTransformError,
 )
 from cute_kernels.linear_attn import cpu_gated_norm as cpu
 from cute_kernels.linear_attn.config import group_part_rows
@@ -87,17 +86,6 @@ def test_the_public_function(name):
     assert all(map(same_bytes, got, want)) and y.is_contiguous()
     if weight is not None:
         assert same_bytes(weight.grad, want[3].to(weight.dtype))
-
-
-def test_a_gradient_that_nobody_needs_is_not_made():
-    case = CASES["gate first, groups"]
-    o = operands(case)
-    y, dx, d_gate, d_weight = run(cpu, case, o)
-    for i, want in enumerate((dx, d_weight.to(BF16), d_gate)):
-        leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate(o.gated)]
-        out = call(case, *leaves)
-        assert same_bytes(torch.autograd.grad(out, leaves[i], o.dy)[0], want)
-        assert same_bytes(out.detach(), y)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -187,15 +175,6 @@ def test_one_sum_a_micro_batch_is_killed(monkeypatch):
     plan_cache.clear()
 
 
-def test_a_plain_gradient_has_the_bytes_of_a_main_grad_from_zero():
-    case = Case(70, 40, dtype=FP32, weight=FP32)
-    o, main = operands(case), torch.zeros(40)
-    weight = o.weight.requires_grad_()
-    for options in ({}, {"main_grad": main}):
-        call(case, o.x, weight, o.gate, **options).backward(o.dy)
-    assert same_bytes(weight.grad, main)
-
-
 #: Edits of cpu_gated_norm.py.
 MUTANTS = {
     "eps outside the root": (
@@ -267,13 +246,6 @@ def test_refused(which):
     with pytest.raises(error) as caught:
         ck.gated_rms_norm(**right | changed)
     assert str(caught.value).startswith(message), caught.value
-
-
-def test_a_second_gradient_is_refused():
-    x = drawn(2, 12, dtype=FP32).requires_grad_()
-    y = ck.gated_rms_norm(x, W, x.detach(), 1e-6, norm_before_gate=True)
-    with pytest.raises(UnsupportedTransformError, match="double backward"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def test_nothing():

@@ -12,7 +12,6 @@ from cute_kernels.errors import (
     ArgumentValueError,
     DtypeError,
     ShapeError,
-    UnsupportedTransformError,
 )
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import drawn
@@ -72,12 +71,6 @@ def test_refused(which):
     with pytest.raises(error) as caught:
         scan(**RIGHT | changed)
     assert str(caught.value).startswith(message)
-
-
-def test_double_backward_is_refused():
-    u = U.clone().requires_grad_()
-    with pytest.raises(UnsupportedTransformError, match="selective_scan: double backward"):
-        torch.autograd.grad(scan(**RIGHT | {"u": u}).sum(), u, create_graph=True)
 
 
 def test_layouts():

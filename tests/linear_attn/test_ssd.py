@@ -18,7 +18,6 @@ from cute_kernels.errors import (
     ArgumentValueError,
     DtypeError,
     ShapeError,
-    UnsupportedTransformError,
 )
 from cute_kernels.linear_attn import cpu_chunks, cpu_ssd
 from cute_kernels.runtime import dispatch
@@ -503,24 +502,3 @@ def test_refused(which):
     with pytest.raises(error) as caught:
         scan(**RIGHT | changed)
     assert str(caught.value).startswith(message)
-
-
-def test_double_backward_is_refused():
-    x = X.clone().requires_grad_()
-    with pytest.raises(UnsupportedTransformError, match="double backward"):
-        torch.autograd.grad(scan(**RIGHT | {"x": x}).sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("case", [Case((9,), batch=2), CHANNELS_BATCH], ids=["heads", "channels"])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_that_nobody_needs(name, case):
-    """One alone has the bytes that it has among all; the state is not asked for."""
-    results, asked = [], {"return_last_state", "return_final_states"}
-    for wanted in (NAMES, (name,)):
-        leaves, others = given(case, operands(case))
-        leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
-        out = called(case, leaves, **{n: t for n, t in others.items() if n not in asked})
-        out.backward(laid(case, upstream(case)[0]))
-        assert all((t.grad is not None) == (n in wanted) for n, t in leaves.items())
-        results.append(leaves[name].grad)
-    assert same_bytes(*results)
