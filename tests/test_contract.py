@@ -301,7 +301,12 @@ def test_an_integer_is_the_index_of_a_cuda_device(call, index, monkeypatch):
 
 
 PAGES = torch.zeros(2, 32, 2, 64).bfloat16()
-OF_CACHES = {
+WITH_GRADIENT = torch.nn.Parameter(torch.ones(4))
+WITH_GRADIENT.grad = torch.ones(4)
+#: Calls of ops that have no gradient, or no case of their own.
+OTHERS = {
+    "rotary_table": lambda: ck.rotary_table(torch.arange(3), torch.ones(4)),
+    "clip_grad_norm_": lambda: ck.clip_grad_norm_([WITH_GRADIENT], 1.0),
     "paged_attention": lambda: ck.paged_attention(
         PAGES[0], PAGES, PAGES, *(torch.tensor(t).int() for t in ([[0, 1]], [64], [0, 32]))
     ),
@@ -314,12 +319,12 @@ OF_OTHERS = {f"mhc.{name}" for name in ("connect", "head", "post_pre", "mix_and_
 OF_OTHERS.add("mhc.expand_from_embedding")
 
 
-@pytest.mark.parametrize("name", sorted({*CASES, *OF_CACHES} - OF_OTHERS))
+@pytest.mark.parametrize("name", sorted({*CASES, *OTHERS} - OF_OTHERS))
 def test_a_missing_backend_names_the_op_that_was_called(name, monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
     op = name.partition(",")[0]
     with pytest.raises(ck.errors.BackendUnavailable, match=f"^{op}: no backend for cpu\n"):
-        OF_CACHES[name]() if name in OF_CACHES else results_of(name, leaves_of(name))
+        OTHERS[name]() if name in OTHERS else results_of(name, leaves_of(name))
     op = op.partition(".")[0]
     for ask in (ck.guarantees, ck.contract_id):
         with pytest.raises(ck.errors.BackendUnavailable, match=f"^{op}: no backend for cpu\n"):

@@ -13,7 +13,6 @@ from cute_kernels.errors import (
     AliasError,
     ArgumentTypeError,
     ArgumentValueError,
-    BackendUnavailable,
     DeviceError,
     DtypeError,
     ShapeError,
@@ -219,18 +218,3 @@ def test_the_order_of_torchs_arguments():
         assert ck.clip_grad_norm_([parameter()], 1.0, norm_type, True) == (
             2 if norm_type == 2 else 1
         )
-
-
-def test_a_device_without_a_backend(monkeypatch):
-    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    for name, call in (
-        ("silu", lambda: ck.silu(t(3))),
-        ("softmax", lambda: ck.softmax(t(3))),
-        ("embedding", emb(ids(1), weight())),
-        ("apply_rotary", turn()),
-        ("apply_rotary_pos_emb", pos_emb()),
-        ("rotary_table", table(ids(1), t(4))),
-        ("clip_grad_norm_", clip([parameter()])),
-    ):
-        with pytest.raises(BackendUnavailable, match=name):
-            call()
