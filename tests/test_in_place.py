@@ -186,6 +186,7 @@ LAYOUTS = {
     "column-major": lambda t: t.mT.contiguous().mT,
     "every second column": lambda t: torch.stack([t, t], -1)[..., 0],
     "batch last": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    "expanded": lambda t: t[:1].expand(t.shape),
 }
 
 
@@ -206,7 +207,9 @@ def test_results_and_gradients_are_contiguous_whatever_the_operands_are(name, la
         upstream = [change(t) if t.dim() > 1 else t for t in upstream]
         return [*results, torch.autograd.grad(kept, leaf, upstream)[0]]
 
-    for out, want in zip(of(x, LAYOUTS[layout]), of(x, lambda t: t), strict=True):
+    change = LAYOUTS[layout]
+    pairs = zip(of(x, change), of(x, lambda t: change(t).contiguous()), strict=True)
+    for out, want in pairs:
         if name in ("causal_conv1d_fn", "selective_scan") and out.dtype == torch.bfloat16:
             out, want = out.mT, want.mT  # channel-last; a state is fp32
         assert out.is_contiguous() and same_bytes(out, want)
