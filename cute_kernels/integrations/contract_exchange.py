@@ -184,7 +184,8 @@ def described(
         around: Function that returns what a module's own forward puts around that of its class, or
             None: it does not call it.  None: which is not known.
     """
-    formulas = [Stated("hooks", text, None) for text in foreign_calls.global_hooks()]
+    hooks = foreign_calls.foreign_global()
+    formulas = [Stated("hooks", f"every module: {hook.text}", None) for hook in hooks]
     orders: list[Stated] = []
     settings: list[Stated] = []
     count = 0
@@ -201,8 +202,8 @@ def described(
                 formulas.append(Stated(part.kind, part.formula, number))
                 if part.order is not None:
                     orders.append(Stated(part.kind, part.order, number))
-        hooks = foreign_calls.hooks_of(module, cls.__name__)
-        formulas += [Stated("hooks", text, layer) for text in hooks]
+        for hook in foreign_calls.foreign(module):
+            formulas.append(Stated("hooks", f"{cls.__name__}: {hook.text}", layer))
     if count:
         settings.append(Stated("layers", str(count), None))
     by_layer = model_settings.by_layer

@@ -74,16 +74,6 @@ def is_hooked(modules: Iterable[torch.nn.Module]) -> bool:
     return any(foreign_global()) or any(any(foreign(module)) for module in modules)
 
 
-def hooks_of(module: torch.nn.Module, name: str) -> Iterator[str]:
-    """Yield a text for each foreign hook of a module; name: of its class."""
-    yield from (f"{name}: {hook.text}" for hook in foreign(module))
-
-
-def global_hooks() -> Iterator[str]:
-    """Yield a text for each foreign hook that all modules of this process have."""
-    yield from (f"every module: {hook.text}" for hook in foreign_global())
-
-
 def is_known(function: Callable) -> bool:
     """Whether a function lies in a module of `_KNOWN`."""
     home = _home(_inside(function))

@@ -203,7 +203,8 @@ def publish_weights(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        _sweep(folder)
+        for leftover in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover)
         latest = max(versions(folder), default=-1)
         number = latest + 1 if version is None else version
         if number <= latest:
@@ -506,8 +507,3 @@ def _remove(folder: Path, number: int) -> None:
     gone = folder / f"{_UNFINISHED}{folder_name(number)}"
     os.rename(folder / folder_name(number), gone)
     shutil.rmtree(gone)
-
-
-def _sweep(folder: Path) -> None:
-    for leftover in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)

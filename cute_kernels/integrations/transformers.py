@@ -162,9 +162,12 @@ def attention(
     if lengths is not None:
         mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-        mask = (
-            _dense_mask_spans(mask) if torch.compiler.is_compiling() else BlockMask.from_dense(mask)
-        )
+        if torch.compiler.is_compiling():  # spans: keys are at the positions of their columns
+            sizes, target = (mask.shape[0], *mask.shape[2:]), api.kv_ranges_device(mask.device)
+            ranges = api.seen_columns(mask, target)
+            mask = api.kv_ranges(ranges, None, 0, 0, sizes, packed=False, device=target)
+        else:
+            mask = BlockMask.from_dense(mask)
     if isinstance(mask, torch.Tensor):
         if mask.dtype != torch.int32:
             want = "[B, S] of zeros and ones, a bool tensor [B, 1, T, S] or a BlockMask"
@@ -321,10 +324,3 @@ def _check_ascent(position_ids: object, spans: torch.Tensor) -> None:
         actual = f"{int(positions[min(row, len(positions) - 1), token + 1])} at token {token + 1}"
         raise ArgumentValueError(expected("position_ids", want, f"{actual} of row {row}"))
     setattr(spans, _ASCENDING, position_ids)
-
-
-def _dense_mask_spans(dense: torch.Tensor) -> torch.Tensor:
-    """Return the spans of a bool mask, keys at the positions of their columns."""
-    sizes, target = (dense.shape[0], *dense.shape[2:]), api.kv_ranges_device(dense.device)
-    ranges = api.seen_columns(dense, target)
-    return api.kv_ranges(ranges, None, 0, 0, sizes, packed=False, device=target)

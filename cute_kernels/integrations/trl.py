@@ -96,7 +96,10 @@ class SampledLogps:
         """
         for name in _REPLACED:
             _check_method(getattr(super(), name, None), name)
-        _check_trainer(type(self))
+        # RLOOTrainer and others make ratios of other log-probabilities.
+        theirs = [c.__name__ for c in type(self).__mro__ if c.__module__.startswith("trl.")]
+        if "GRPOTrainer" not in theirs:
+            _refuse_trainer("old_per_token_logps", next(iter(theirs), type(self).__name__))
         if rollout_contracts is not None:
             _check_ids("rollout_contracts", rollout_contracts)
         with _without_fused_head(type(self)):
@@ -440,13 +443,6 @@ def _check_method(method: object, name: str) -> None:
     theirs = list(inspect.signature(method).parameters) if callable(method) else []
     if theirs[: len(names)] != names:
         _refuse_trainer(f"{name}({', '.join(names)}, ...)", f"TRL {_version()}")
-
-
-def _check_trainer(cls: type) -> None:
-    """Refuse RLOOTrainer and others: they make ratios of other log-probabilities."""
-    theirs = [c.__name__ for c in cls.__mro__ if c.__module__.startswith("trl.")]
-    if "GRPOTrainer" not in theirs:
-        _refuse_trainer("old_per_token_logps", next(iter(theirs), cls.__name__))
 
 
 def _refuse_trainer(part: str, actual: str) -> None:

@@ -5,7 +5,6 @@ Ranks are threads, whose leaves are drawn; test_tensor_parallel.py has products 
 
 from __future__ import annotations
 
-import inspect
 import threading
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from cute_kernels.gemm import op
 from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations.leaf_exchange import CHAINED, GATHERED, SCATTERED, Sizes, Sum
 from ptxsim.skips import requires_core
+from tests.anchors import planted
 from tests.contract import same_bytes
 from tests.integrations.parallel_cases import paths
 from tests.ranks import threads
@@ -158,41 +158,36 @@ def test_two_ranks_pass_a_sum_on_and_more_scatter():
 
 # ---- mutants ------------------------------------------------------------------------------------
 
-RUNNING, ADDENDS = "(leaves[0], (leaves,), None)", ".unsqueeze(0), leaves"
 EARLY = """running += 0 if total.bias is None else total.bias
                 part = op.add_leaves_into(out[span], addends, None)"""
-BY_RANK, SPANS = "received.flatten(0, 1)", "for span in spans])"
 FROM_ZERO = "(leaves[0], (torch.zeros_like(leaves[:1]), leaves), None)"
 OTHER_PIECE = "spans[index ^ 1 if index ^ 1 < len(spans) and rank == 1 else index] if"
-#: (function, of its source, what stands there instead, what that is).
+BY_RANK, COLUMNS = "(received.flatten(0, 1),), total.bias", ".unflatten(1, (ranks, share))"
+OF_RANK = "(received.roll(-total.group.rank(), 0).flatten(0, 1),), total.bias"
+#: (path, of the source, what stands there instead, what that is).
 MUTANTS = [
-    (CHAINED, RUNNING, FROM_ZERO, "from zero"),
+    (CHAINED, "(leaves[0], (leaves,), None)", FROM_ZERO, "from zero"),
     (CHAINED, "running.unsqueeze(0), leaves", "leaves, running.unsqueeze(0)", "own leaves first"),
-    (CHAINED, ADDENDS, ".unsqueeze(0), leaves.flip(0)", "descending"),
+    (CHAINED, ".unsqueeze(0), leaves", ".unsqueeze(0), leaves.flip(0)", "descending"),
     (CHAINED, "(leaves,), None)", "(leaves,), None).bfloat16().float()", "rounded on the way"),
     (CHAINED, "part = op.add_leaves_into(out[span], addends, total.bias)", EARLY, "bias first"),
     (CHAINED, "addends, total.bias", "addends, None", "no bias"),
     (CHAINED, "spans[index] if", OTHER_PIECE, "pieces exchanged"),
-    (SCATTERED, BY_RANK, "received.roll(-total.group.rank(), 0).flatten(0, 1)", "by arrival"),
-    (SCATTERED, BY_RANK, "received.transpose(0, 1).flatten(0, 1)", "a leaf of every rank first"),
-    ("_exchange", "total.group)()", "total.group)", "before they have arrived"),
-    ("_exchange", "(ranks, share))", "(ranks, share)).roll(1, 1)", "another rank's rows"),
-    ("_exchange", SPANS, "for span in reversed(spans)])", "uneven rows of another rank"),
-    ("_exchange", ".transpose(0, 1).reshape", ".reshape", "leaves before ranks"),
-    (SCATTERED, "total.bias", "None", "scattered without the bias"),
+    (SCATTERED, BY_RANK, OF_RANK, "by arrival"),
+    (SCATTERED, BY_RANK, BY_RANK.replace("flatten", "transpose(0, 1).flatten"), "leaf by leaf"),
+    (SCATTERED, "(*parts, total.group)()", "(*parts, total.group)", "before they have arrived"),
+    (SCATTERED, COLUMNS, f"{COLUMNS}.roll(1, 1)", "another rank's rows"),
+    (SCATTERED, "in spans])", "in reversed(spans)])", "uneven rows of another rank"),
+    (SCATTERED, ".transpose(0, 1).reshape", ".reshape", "leaves before ranks"),
+    (SCATTERED, BY_RANK, BY_RANK.replace("total.bias", "None"), "scattered without the bias"),
 ]
 
 
 @pytest.mark.parametrize(("path", "old", "new", "name"), MUTANTS)
-def test_a_mutant_is_killed(monkeypatch, path, old, new, name):
-    source = inspect.getsource(getattr(leaf_exchange, path))
-    assert old in source
-    namespace = dict(vars(leaf_exchange))
-    exec(source.replace(old, new, 1), namespace)
-    monkeypatch.setattr(leaf_exchange, path, namespace[path])
-    ranks, path = (2, CHAINED) if path == CHAINED else (4, SCATTERED)
-    try:
-        killed = bool(differing(ranks, path))
-    except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape
-        killed = True
+def test_a_mutant_is_killed(path, old, new, name):
+    with planted(leaf_exchange, (old, new)):
+        try:
+            killed = bool(differing(2 if path == CHAINED else 4, path))
+        except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape
+            killed = True
     assert killed
