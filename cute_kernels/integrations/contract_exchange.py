@@ -218,15 +218,15 @@ def _with_own_forward(
     module: torch.nn.Module, cls: type, parts: tuple[ContractPart, ...], around: Callable | None
 ) -> tuple[ContractPart, ...]:
     """Return the parts of a module with what a forward of its own does to them."""
-    own = vars(module).get("forward")
+    forward = vars(module).get("forward")
     if isinstance(module, torch.jit.ScriptModule):  # its code is its own, and has no class
         return parts
-    if own is None or (around is None and foreign_calls.is_known(own)):
+    if forward is None or (around is None and foreign_calls.is_known(forward)):
         return parts
     wrapped = None if around is None else around(module, cls)
     if wrapped is None:
         kind = parts[0].kind if parts else cls.__name__
-        text = f"{_named(cls)}, forward by {foreign_calls.text_of(own)}"
+        text = f"{_named(cls)}, forward by {foreign_calls.text_of(forward)}"
         return (ContractPart(kind, text),)
     foreign = [foreign_calls.text_of(f) for f in wrapped if not foreign_calls.is_known(f)]
     if not foreign:

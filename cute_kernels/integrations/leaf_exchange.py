@@ -90,8 +90,8 @@ class Sum(NamedTuple):
 
 def gathered(total: Sum) -> torch.Tensor:
     """[rows, N], by one collective."""
-    every = process_groups.all_gather(total.leaves_of(slice(0, total.sizes.rows)), total.group)
-    return op.add_leaves(every.flatten(0, 1), total.bias, total.dtype)
+    leaves = process_groups.all_gather(total.leaves_of(slice(0, total.sizes.rows)), total.group)
+    return op.add_leaves(leaves.flatten(0, 1), total.bias, total.dtype)
 
 
 def scattered(total: Sum) -> torch.Tensor:

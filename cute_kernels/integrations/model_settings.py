@@ -259,8 +259,8 @@ def _window(module: torch.nn.Module, layer: int | None) -> object:
         window = getattr(config, "sliding_window", None) or NONE
     elif kind not in ("full_attention", "sliding_attention"):
         window = kind
-    own = getattr(module, "sliding_window", window) or NONE
-    return window if own == window else f"{own} (mask: {window})"
+    width = getattr(module, "sliding_window", window) or NONE
+    return window if width == window else f"{width} (mask: {window})"
 
 
 def _embedding_scale(module: torch.nn.Module) -> float | None:

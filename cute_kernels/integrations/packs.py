@@ -25,27 +25,27 @@ class Sequences(NamedTuple):
     """Sequences among the tokens [B, T] of a batch.
 
     shape: (B, T).  offsets: [S + 1], where those of a pack begin and the last one ends; None: each
-    row of the batch is one.  order: [B T], the flat place of each token of the pack; None: as they
-    lie.  places: its inverse.
+    row of the batch is one.  order: [B T], the flat index of each token of the pack; None: as they
+    lie.  inverse: of that.
     """
 
     shape: tuple[int, int]
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [1, B T, ...], or the rows themselves where each one is a sequence."""
         if self.offsets is None:
             return rows
         flat = rows.flatten(0, 1)
-        return (flat if self.order is None else take_rows(flat, self.order))[None]
+        return (flat if self.order is None else _Take.apply(flat, self.order))[None]
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `pack`."""
         if self.offsets is None:
             return rows
-        flat = rows[0] if self.places is None else take_rows(rows[0], self.places)
+        flat = rows[0] if self.inverse is None else _Take.apply(rows[0], self.inverse)
         return flat.unflatten(0, self.shape)
 
 
@@ -83,12 +83,12 @@ def _of_mask(mask: torch.Tensor, shape: tuple[int, int]) -> Sequences:
         real = mask.flatten() != 0
         counts = real.view(shape).sum(1)
         # Real tokens in their order, then padding.
-        behind = counts.sum() + (~real).cumsum(0) - 1
-        places = torch.where(real, real.cumsum(0) - 1, behind)
-        flat = torch.arange(len(places), device=mask.device)
-        order = torch.empty_like(places).scatter_(0, places, flat)
+        padding = counts.sum() + (~real).cumsum(0) - 1
+        inverse = torch.where(real, real.cumsum(0) - 1, padding)
+        flat = torch.arange(len(inverse), device=mask.device)
+        order = torch.empty_like(inverse).scatter_(0, inverse, flat)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        sequences = Sequences(shape, offsets, order, places)
+        sequences = Sequences(shape, offsets, order, inverse)
         if keep:
             setattr(mask, _OF_MASK, (mask._version, sequences))
     return sequences
@@ -108,24 +108,19 @@ def _of_numbers(numbers: torch.Tensor, shape: tuple[int, int]) -> Sequences:
 
 
 class _Take(torch.autograd.Function):
-    """Rows at places that are all different: the gradient adds nothing."""
+    """Rows [N, ...] at an index [M] without repeats: the gradient adds nothing."""
 
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
         ctx.count = rows.shape[0]
-        return rows.index_select(0, places)
+        return rows.index_select(0, index)
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (index,) = ctx.saved_tensors
         zeros = g.new_zeros(ctx.count, *g.shape[1:])
-        return zeros.index_copy_(0, places, g), None
-
-
-def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the rows [N, ...] at places [M], which are all different."""
-    return _Take.apply(rows, places)
+        return zeros.index_copy_(0, index, g), None
 
 
 # ---- packs that are told by positions ------------------------------------------------------------
@@ -150,8 +145,8 @@ def with_sequences(self: torch.nn.Module, arguments: dict[str, object]) -> dict[
         _keep_column(mask, _tokens(arguments))
     if cache is None:
         _check_positions(self, arguments)
-    told = any(arguments.get(name) is not None for name in (OFFSETS, NUMBERS, "past_key_values"))
-    if mask is not None or told or not isinstance(positions, torch.Tensor):
+    known = any(arguments.get(name) is not None for name in (OFFSETS, NUMBERS, "past_key_values"))
+    if mask is not None or known or not isinstance(positions, torch.Tensor):
         return arguments
     numbers = _numbers_of(positions)
     if numbers is None:

@@ -416,18 +416,18 @@ def _stored(tensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if not isinstance(tensors, Mapping):
         want = "a mapping of names to tensors, or a module"
         raise ArgumentTypeError(expected("tensors", want, type(tensors).__name__))
-    weights, tied, names_by_place = {}, {}, {}
+    weights, tied, names_by_key = {}, {}, {}
     for name, t in tensors.items():
         if not isinstance(name, str) or not isinstance(t, torch.Tensor):
             entry = f"{name!r}: {type(t).__name__}"
             raise ArgumentTypeError(expected("tensors", "names and tensors", entry))
         _refuse_parts(name, t)
         t = t.detach()
-        place = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
-        if t.numel() and place in names_by_place:
-            tied[name] = names_by_place[place]
+        key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
+        if t.numel() and key in names_by_key:
+            tied[name] = names_by_key[key]
             continue
-        names_by_place[place] = name
+        names_by_key[key] = name
         weights[name] = t
     return weights, tied
 

@@ -67,12 +67,6 @@ def test_values_and_gradients(mask, dim):
     assert same_bytes(again[0], got)
 
 
-def test_a_mask_is_converted_once():
-    mask = MASKS["causal"]()
-    assert flex.mask_of(mask) is flex.mask_of(mask)
-    assert flex.mask_of(MASKS["causal"]()) is not flex.mask_of(mask)
-
-
 class Offset:
     """A mask_mod with an attribute, and as a method of one."""
 

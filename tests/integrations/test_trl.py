@@ -90,18 +90,6 @@ def test_nothing_of_a_trainers_models_is_left(tokenizer, tmp_path, family, bf16)
     assert trl_step.all_ones(one) and one.state.log_history[0]["kl"] == 0.0
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
-def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
-    """TRL's forward, and accelerate's, call the author's again."""
-    want = families.logits(trl_step.load(path, patched=False), families.ids())
-    one = trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN | {"bf16": bf16})
-    net = one.accelerator.prepare(one.model).eval()
-    ours = families.logits(net, families.ids()).bfloat16()
-    ck.unpatch(net)
-    got = families.logits(net, families.ids()).bfloat16()
-    assert same_bytes(got, want) and not same_bytes(ours, want)
-
-
 @pytest.mark.parametrize(
     ("family", "first", "adapter", "bf16"),
     [
