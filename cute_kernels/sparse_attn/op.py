@@ -224,29 +224,27 @@ def _documents(q, k, kv_ranges) -> ranges.Documents | None:
 
 
 def _attend_documents(documents, q, k, v, *options):
-    batch, (rows, tokens) = layout.from_bounds(documents.bounds), q.shape[:2]
-    flat = (t.flatten(0, 1)[None] for t in (q, k, v))
-    out, lse = varlen_attention(*flat, _bounds_for(batch, q), *documents.window, *options)
-    out, lse = batch.fill_unused_(out, 1), batch.fill_unused_(lse, 2, -math.inf)
-    lse = lse[0].unflatten(1, (rows, tokens)).transpose(0, 1)
+    flat, bounds = (t.flatten(0, 1)[None] for t in (q, k, v)), documents.on(_keys_device(q))
+    out, lse = varlen_attention(*flat, bounds, *documents.window, *options)
+    out, lse = documents.fill_unused_(out, 1), documents.fill_unused_(lse, 2, -math.inf)
+    lse = lse[0].unflatten(1, q.shape[:2]).transpose(0, 1)
     return out.view(shape_of_out(q, v)), lse.contiguous()
 
 
 def _differentiate_documents(documents, dout, dlse, q, k, v, out, lse, *options):
-    batch = layout.from_bounds(documents.bounds)
     dlse, lse = (
         None if t is None else t.transpose(0, 1).flatten(1)[None].contiguous() for t in (dlse, lse)
     )
     dout, *flat, out = (t.flatten(0, 1)[None] for t in (dout, q, k, v, out))
-    keys = _bounds_for(batch, q), *documents.window
+    keys = documents.on(_keys_device(q)), *documents.window
     *grads, dsinks = varlen_attention_backward(dout, dlse, *flat, out, lse, *keys, *options)
     pairs = zip(grads, (q, k, v), strict=True)
-    return *(batch.fill_unused_(grad, 1).view(t.shape) for grad, t in pairs), dsinks
+    return *(documents.fill_unused_(grad, 1).view(t.shape) for grad, t in pairs), dsinks
 
 
-def _bounds_for(batch: layout.VarlenBatch, q: Tensor) -> Tensor:
-    """Bounds of the sequences where the kernels for ``q`` read them: on the device, or the host."""
-    return batch.on(q.device) if reads_keys_on_device(str(q.device)) else batch.bounds
+def _keys_device(q: Tensor) -> torch.device:
+    """Where bounds for ``q`` are read: by kernels on its device, or by the host."""
+    return q.device if reads_keys_on_device(str(q.device)) else torch.device("cpu")
 
 
 # ---- varlen batches ------------------------------------------------------------------------------

@@ -35,6 +35,10 @@ def layout_of(lengths: list[int]) -> packs.Layout:
     return packs.layout(packs.from_offsets(offsets(lengths)), sum(lengths), "cpu")
 
 
+def bounds_of(places: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return ranges.Documents(places, (None, 0)).on(torch.device("cpu"))
+
+
 def token_rows(layout: packs.Layout) -> torch.Tensor:
     tokens = int(layout.lengths.sum())
     return layout.rows if layout.needs_copy else torch.arange(tokens)
@@ -64,7 +68,7 @@ def test_layouts(seed):
 def test_layouts_of_places():
     """In a buffer of which some tokens are of no sequence."""
     places = ((3, 140), (140, 150), (260, 400))
-    layout = packs.layout(packs.from_bounds(places).bounds, 400, "cpu")
+    layout = packs.layout(bounds_of(places), 400, "cpu")
     assert layout.begins.tolist() == [0, 256, 384] and layout.length == 524
     tokens = torch.randn(1, 400, 3, generator=torch.Generator().manual_seed(1))
     spread, flat = layout.pad(tokens), tokens[0]
@@ -79,7 +83,7 @@ def test_layouts_of_places():
 
 def test_gaps_are_no_rows_of_the_buffer():
     """What lies between two sequences that begin at blocks is read by nobody."""
-    layout = packs.layout(packs.from_bounds(((0, 100), (128, 200))).bounds, 200, "cpu")
+    layout = packs.layout(bounds_of(((0, 100), (128, 200))), 200, "cpu")
     assert layout.length == 200 and layout.needs_copy
     assert layout.unused_tokens.tolist() == list(range(100, 128))
 
@@ -90,7 +94,7 @@ def test_tokens_of_no_sequence_are_filled():
         for begin, end in places:
             outside[begin:end] = False
         t = torch.randn(2, tokens, generator=torch.Generator().manual_seed(1))
-        out = packs.from_bounds(places).fill_unused_(t.clone(), 1, 7.0)
+        out = ranges.Documents(places, (None, 0)).fill_unused_(t.clone(), 1, 7.0)
         assert (out[:, outside] == 7.0).all() and same_bytes(out[:, ~outside], t[:, ~outside])
 
 

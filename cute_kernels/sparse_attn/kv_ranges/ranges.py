@@ -370,6 +370,29 @@ class Documents(NamedTuple):
     bounds: tuple[tuple[int, int], ...]
     window: tuple[int | None, int | None]
 
+    def on(self, device: torch.device) -> Tensor:
+        """``bounds`` as int32 [N, 2] on a device, kept there."""
+
+        def make() -> Tensor:
+            return torch.tensor(self.bounds, dtype=torch.int32, device="cpu").to(device)
+
+        return lowering.cache.get(("bounds", self.bounds, str(device)), make)
+
+    def fill_unused_(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+        """Write ``fill`` to the tokens of no sequence along ``dim``, and return ``t``."""
+        tokens = t.shape[dim]
+        if sum(end - begin for begin, end in self.bounds) == tokens:
+            return t
+
+        def make() -> Tensor:
+            is_unused = np.ones(tokens, bool)
+            for begin, end in self.bounds:
+                is_unused[begin:end] = False
+            return torch.from_numpy(np.flatnonzero(is_unused)).to(t.device)
+
+        key = "unused tokens", self.bounds, tokens, str(t.device)
+        return t.index_fill_(dim, lowering.cache.get(key, make), fill)
+
 
 #: Not among the masks: no plan holds Documents, and plans go whenever a mask does.
 _documents = ByteCache("documents of attention ranges", 16 << 20)

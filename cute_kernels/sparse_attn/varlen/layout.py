@@ -33,51 +33,12 @@ from .. import lowering, masks
 from ..masks import BLOCK, LoweredMask, Order, Window
 
 
-class VarlenBatch(NamedTuple):
-    """Sequences of a buffer of tokens at bounds that the host knows.
-
-    bounds     int32 [N, 2]: where each begins and ends, in ascending order
-    sequences  the same as numbers; there may be tokens of no sequence
-    """
-
-    bounds: Tensor
-    sequences: tuple[tuple[int, int], ...]
-
-    def on(self, device: torch.device) -> Tensor:
-        """``bounds`` on a device, kept there."""
-        key = "bounds", self.sequences, str(device)
-        return lowering.cache.get(key, lambda: self.bounds.to(device))
-
-    def fill_unused_(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
-        """Write ``fill`` to the tokens of no sequence along ``dim``, and return ``t``."""
-        tokens = t.shape[dim]
-        if sum(end - begin for begin, end in self.sequences) == tokens:
-            return t
-        key = "unused tokens", self.sequences, tokens, str(t.device)
-        first, end = self.bounds.numpy().astype(np.int64).T
-        unused = lowering.cache.get(key, lambda: _unused_tokens(first, end, tokens).to(t.device))
-        return t.index_fill_(dim, unused, fill)
-
-
 def from_offsets(offsets: Tensor) -> Tensor:
     """Bounds [N, 2] of sequences from offsets[i] to offsets[i + 1], a view; bounds as they are."""
     if offsets.dim() == 2:
         return offsets
     step = offsets.stride(0)
     return offsets.as_strided((len(offsets) - 1, 2), (step, step))
-
-
-def from_bounds(sequences: tuple[tuple[int, int], ...]) -> VarlenBatch:
-    """Batch of sequences from sequences[i][0] to sequences[i][1]."""
-    bounds = torch.tensor(sequences, dtype=torch.int32, device="cpu").view(-1, 2)
-    return VarlenBatch(bounds, sequences)
-
-
-def _unused_tokens(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
-    """The tokens of no sequence: int64."""
-    inside = np.zeros(tokens, bool)
-    inside[_ranges(first, end - first)] = True
-    return torch.from_numpy(np.flatnonzero(~inside))
 
 
 class Layout(NamedTuple):
