@@ -153,9 +153,9 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor)
     assert (share <= 1).all(), f"{name}: {share.max():.2f} of its bound"
 
 
-def require_same(found, wanted, label: str) -> None:
+def require_same(results, wanted, label: str) -> None:
     """Tuples of tensors, byte for byte."""
-    for i, (got, want) in enumerate(zip(found, wanted, strict=True)):
+    for i, (got, want) in enumerate(zip(results, wanted, strict=True)):
         contract.require_same(got, want, op=f"result {i}", transform=label, case="", seed=SEED)
 
 

@@ -40,7 +40,7 @@ class Case(NamedTuple):
         return -FAR if left is None else -left, FAR if right is None else right
 
 
-class Made(NamedTuple):
+class Tables(NamedTuple):
     """table int32 [blocks + 1, 4]; tickets [in use, 4]; sequences: (first block, tokens)."""
 
     table: np.ndarray
@@ -54,7 +54,7 @@ def between(offsets: torch.Tensor) -> torch.Tensor:
     return offsets.as_strided((len(offsets) - 1, 2), (step, step))
 
 
-def oracle(case: Case) -> Made:
+def oracle(case: Case) -> Tables:
     """Table and tickets of any bounds, sequence by sequence."""
     lo, hi = case.band
     parts, behind = [], 0
@@ -82,7 +82,7 @@ def oracle(case: Case) -> Made:
             tickets += _tickets(case, *sequences[i], i == len(parts) - 1, (lo, hi))
     assert len(tickets) == used * case.kv_heads
     tickets = np.array(tickets, np.int32).reshape(-1, 4)
-    return Made(np.array(rows, np.int32).reshape(-1, 4), tickets, sequences)
+    return Tables(np.array(rows, np.int32).reshape(-1, 4), tickets, sequences)
 
 
 def _tickets(case: Case, first: int, size: int, rest: bool, band: tuple[int, int]) -> list[tuple]:
@@ -135,13 +135,13 @@ def wild(seed: int, device: str = "cpu") -> Case:
     return Case(bounds.to(device, dtype), tokens, WINDOWS[seed % len(WINDOWS)])
 
 
-def entries(case: Case, made: Made) -> tuple[np.ndarray, ...]:
+def entries(case: Case, tables: Tables) -> tuple[np.ndarray, ...]:
     """(column, query block, rank) of each visit of head 0, ticket by ticket, by the formulas."""
     _, hi = case.band
     out = []
-    for head, column, begin, end in made.tickets.tolist():
+    for head, column, begin, end in tables.tickets.tolist():
         if head == 0:
-            last = made.table[column, 3]
+            last = tables.table[column, 3]
             reach = (hi + BLOCK - 1) // BLOCK
             out += [(column, m, min(last, m + reach) - column) for m in range(begin, end)]
     return tuple(np.array(out, np.int32).reshape(-1, 3).T)

@@ -117,14 +117,14 @@ def expected_visits(case: Case, schedule: Schedule, tile_m: int) -> int:
     return visits * group
 
 
-def check(case: Case, found: Gradients, dlse: torch.Tensor | None = None) -> float:
+def check(case: Case, grads: Gradients, dlse: torch.Tensor | None = None) -> float:
     """Asserts that the gradients are within the bound of `reference`; the largest share of it."""
     scores = reference.Scores(case.scale, case.softcap)
     operands = case.q, case.k, case.v
     exact = against_float64.exact(operands, case.mask.to_dense(), case.dout, dlse, scores)
     expected, bounds = (of_each[2:] for of_each in exact)
     worst = 0.0
-    for name, got, want, bound in zip(("dq", "dk", "dv"), found, expected, bounds, strict=False):
+    for name, got, want, bound in zip(("dq", "dk", "dv"), grads, expected, bounds, strict=False):
         error = (got.double() - want).abs()
         assert got.isfinite().all(), f"{name}: not finite"
         assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f} of its bound"

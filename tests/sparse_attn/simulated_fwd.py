@@ -196,15 +196,15 @@ def _rows(q, k, v, allowed, blocks, case: Case) -> tuple[Tensor, Tensor]:
     for n in blocks:
         keys = slice(n * BLOCK, min(len(k), (n + 1) * BLOCK))
         scores = torch.full((len(q), BLOCK), -math.inf)
-        found = _product(torch.zeros(len(q), len(k[keys])), q, k[keys].mT)
+        products = _product(torch.zeros(len(q), len(k[keys])), q, k[keys].mT)
         if case.softcap:
-            found = _fma(1.0 / (_exp2(found * inner) + 1.0), torch.tensor(-2.0), 1.0)
-        scores[:, : found.shape[1]] = found.masked_fill(~allowed[:, keys], -math.inf)
+            products = _fma(1.0 / (_exp2(products * inner) + 1.0), torch.tensor(-2.0), 1.0)
+        scores[:, : products.shape[1]] = products.masked_fill(~allowed[:, keys], -math.inf)
         above = torch.maximum(top, scores.amax(dim=1, keepdim=True))
         base = torch.where(above == -math.inf, 0.0, above)
         factor = _exp2((top - base) * scale)
         p = _exp2(_fma(scores, scale, -(base * scale)))
-        acc = _product(acc * factor, p.to(q.dtype)[:, : found.shape[1]], v[keys])
+        acc = _product(acc * factor, p.to(q.dtype)[:, : products.shape[1]], v[keys])
         lanes, top = _fma(lanes, factor, _lane_sums(p)), above
     total = ((lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3]))[:, None]
     out = torch.where(total == 0, 0.0, _fma(acc, 1.0 / total, 0.0))

@@ -133,16 +133,16 @@ def test_orders(dim):
     inputs = problem(mask, dim, heads=4, kv_heads=2, batch=2)
     shuffled = [3, 0, 5, 1, 4, 2]
 
-    def made(order, **options):
+    def gradients_of(order, **options):
         return gradients(inputs, kinds.permutation(mask, order=order, heads=4, **options))
 
-    want = made(shuffled)
+    want = gradients_of(shuffled)
     for in_flight in (2, 3, 4):
-        require_same(made(shuffled, heads_in_flight=in_flight), want, "launch order")
-    ascending = made(list(range(6)))
+        require_same(gradients_of(shuffled, heads_in_flight=in_flight), want, "launch order")
+    ascending = gradients_of(list(range(6)))
     assert not contract.same_bytes(ascending[0], want[0]), "dq does not follow the write order"
     require_same(ascending[1:], want[1:], "dk, dv under another write order")
-    descending = made(shuffled, walk="descending")
+    descending = gradients_of(shuffled, walk="descending")
     require_same(descending[:1], want[:1], "dq under other visits")
     assert not contract.same_bytes(descending[1], want[1]), "dk does not follow the visits"
     assert not contract.same_bytes(descending[2], want[2]), "dv does not follow the visits"

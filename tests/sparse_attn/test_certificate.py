@@ -53,14 +53,14 @@ OVERLAPPED = [
     list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
 )
 def test_every_configuration(kernel, kind, expect):
-    found = certified.read(kernel, kind or "B", expect)
-    assert found.spills == 0 and found.stack == 0
+    proof = certified.read(kernel, kind or "B", expect)
+    assert proof.spills == 0 and proof.stack == 0
     if kind is None:
-        rules = {finding.rule for finding in found.findings}
-        assert {"R1", "R2"} <= rules <= {"R1", "R2", "A1"}, found.findings
+        rules = {finding.rule for finding in proof.findings}
+        assert {"R1", "R2"} <= rules <= {"R1", "R2", "A1"}, proof.findings
         return
-    assert found.ok, found.findings
-    certified.check_stored(kernel, found)
+    assert proof.ok, proof.findings
+    certified.check_stored(kernel, proof)
 
 
 #: With 48 it is a mutant, as tests/verify/test_registers.py has one at every commit.
@@ -90,9 +90,9 @@ def test_the_catalogue_has_each_kernel_once():
 # ---- the overlap of the forward -----------------------------------------------------------------
 
 
-def between_the_waits(made) -> dict[str, int]:
+def between_the_waits(artefacts) -> dict[str, int]:
     """How many maxima and ex2 the loop takes after S has come and before the wait for P V."""
-    (function,) = sass.parse(made.sass)
+    (function,) = sass.parse(artefacts.sass)
     counts, open_products = [], 0
     for instruction in function.instructions:
         text = instruction.text
@@ -149,7 +149,7 @@ def test_what_was_not_meant_fails(change):
 
 def findings(build) -> list[str]:
     out = sass.artefacts(build)
-    return [found.text for found in serialised(ptx.parse(out.ptx), sass.parse(out.sass))]
+    return [one.text for one in serialised(ptx.parse(out.ptx), sass.parse(out.sass))]
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(d, marks=LEFT) for d in config.HEAD_DIMS])
@@ -169,9 +169,9 @@ def test_dv_before_ds_fails_nothing_but_r7(tmp_path):
     pieces = dv, "", awaited.format(0), dv + awaited.format(1)
     chosen = config.configure("bf16", 128, "none", ordered=True)
     mutant = mutated.entry(tmp_path, chosen, "sparse_attn.kernel_bwd_sm90", *pieces)
-    found = certified.certify(mutant, "B", EXPECT[launch.entry(chosen)]).findings
-    assert {f.rule for f in found} == {"R7"}, found
-    assert found[0].text.startswith("64 batches of 64 products, 10 of 64 in the PTX")
+    complaints = certified.certify(mutant, "B", EXPECT[launch.entry(chosen)]).findings
+    assert {f.rule for f in complaints} == {"R7"}, complaints
+    assert complaints[0].text.startswith("64 batches of 64 products, 10 of 64 in the PTX")
 
 
 @LEFT
@@ -233,8 +233,8 @@ def test_mutants_fail_the_certificate(tmp_path, label):
     rule, where, *pieces = MUTANTS[label]
     chosen, kind = (FORWARD, "A") if where == MASK else (BACKWARD, "B")
     mutant = mutated.entry(tmp_path, chosen, where, *pieces)
-    found = certified.certify(mutant, kind, EXPECT[launch.entry(chosen)]).findings
-    assert rule in {finding.rule for finding in found}, found
+    complaints = certified.certify(mutant, kind, EXPECT[launch.entry(chosen)]).findings
+    assert rule in {finding.rule for finding in complaints}, complaints
 
 
 _WAIT = f"{12 * ' '}cute.arch.griddepcontrol_wait()\n"
@@ -254,8 +254,8 @@ def test_a_dependent_kernel_that_does_not_wait_is_refused(tmp_path, which, new):
     if which == "bwd_post":
         chosen, check = launch.configs_around(chosen, False)[1], certificate.check_a
     mutant = mutated.entry(tmp_path, chosen, f"sparse_attn.kernel_{which}_sm90", _WAIT, new)
-    found = check(sass.artefacts(mutant.build), EXPECT[launch.entry(chosen)])
-    assert {f.rule for f in found} == (set() if "wait" in new else {"R3"})
+    complaints = check(sass.artefacts(mutant.build), EXPECT[launch.entry(chosen)])
+    assert {f.rule for f in complaints} == (set() if "wait" in new else {"R3"})
 
 
 @pytest.mark.parametrize("by_number", [False, pytest.param(True, marks=LEFT)])

@@ -13,7 +13,7 @@ from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.paged import cpu as paged
 from cute_kernels.sparse_attn.varlen import layout
 from tests.anchors import planted
-from tests.sparse_attn import pack_cases, sink_cases, test_sequences
+from tests.sparse_attn import pack_cases, test_sequences, test_sinks
 from tests.sparse_attn.against_float64 import checked
 from tests.sparse_attn.battery import battery, sequence, sequence_op
 from tests.sparse_attn.cases import inputs
@@ -21,7 +21,6 @@ from tests.sparse_attn.test_cpu import untouched
 from tests.sparse_attn.test_paged import unseen_pages
 from tests.sparse_attn.test_reference import CASE, WIDE
 from tests.sparse_attn.test_schedule_bits import BY_HEAD, SHARED, the_order_is_written_out
-from tests.sparse_attn.test_sinks import attended
 
 
 def causal() -> None:
@@ -41,9 +40,9 @@ def wide() -> None:
 
 
 def sinks() -> None:
-    x, mask = inputs(1, 2, 1, sink_cases.S, sink_cases.S, 64), sink_cases.MASKS["band"]()
-    leaf = sink_cases.drawn_sinks(2)
-    above = sink_cases.excess(attended("cpu", x, mask, leaf), x, mask, leaf)
+    x, mask = inputs(1, 2, 1, test_sinks.S, test_sinks.S, 64), test_sinks.MASKS["band"]()
+    leaf = test_sinks.drawn_sinks(2)
+    above = test_sinks.excess(test_sinks.attended("cpu", x, mask, leaf), x, mask, leaf)
     assert all(ratio <= 1 for ratio in above.values())
 
 

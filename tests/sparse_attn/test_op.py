@@ -80,18 +80,18 @@ def test_a_compiled_function_sees_every_new_mask_and_schedule():
 
     eager, graph = block_sparse_attention, compiled(block_sparse_attention)
     x, recorded = tensors(), []
-    made = [make() for make in (*MASKS.values(), MASKS["none"])]
-    for mask in made:
+    block_masks = [make() for make in (*MASKS.values(), MASKS["none"])]
+    for mask in block_masks:
         want = step(eager, mask, "auto")
         assert same(step(graph, mask, "auto"), want)
         recorded.append(want[0])
     assert not same_bytes(*recorded[:2]) and not same_bytes(*recorded[1:3])
-    lowered = masks.lower(made[-1]).mask
+    lowered = masks.lower(block_masks[-1]).mask
     orders = [kind(lowered, heads=B * HKV) for kind in (kinds.lpt, kinds.left_to_right)]
     selection = select(lowered, heads=B * HKV)
     for kind in (*orders, orders[0], selection):
-        want = step(eager, made[-1], getattr(kind, "schedule", kind))
-        assert all(same(step(run, made[-1], kind), want) for run in (eager, graph))
+        want = step(eager, block_masks[-1], getattr(kind, "schedule", kind))
+        assert all(same(step(run, block_masks[-1], kind), want) for run in (eager, graph))
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_stacked_heads_keep_their_widths():
     grads, saved = of.operands(Grads(x.dout, x.dlse), Saved(q, k, v, out, lse))
     assert saved.k is k and saved.v is v and saved.q.shape == (1, 256, 2, 192)
     assert saved.out.shape == grads.dout.shape == (1, 256, 2, 128)
-    for made, t in ((saved.q, q), (saved.out, out), (grads.dout, x.dout)):
-        assert same_bytes(of.unpack(made), t)
+    for packed, t in ((saved.q, q), (saved.out, out), (grads.dout, x.dout)):
+        assert same_bytes(of.unpack(packed), t)
 
 
 def test_the_op_without_a_schedule_has_no_gradient():
@@ -339,16 +339,16 @@ def test_masks_and_schedules_of_inference_mode_have_gradients(schedule):
 
 def test_masks_of_equal_blocks_do_not_share_bits():
     """Two masks with the same blocks and other bits inside: schedule shared, bits not."""
-    generator, x, found = torch.Generator().manual_seed(3), tensors(), []
+    generator, x, results = torch.Generator().manual_seed(3), tensors(), []
     for _ in range(2):
         mask = BlockMask.from_dense(torch.rand(1, H, SQ, SK, generator=generator) < 0.5)
         out = block_sparse_attention(*x.leaves(), mask)
         causal = block_sparse_attention(*x.leaves(), mask, causal=True)
         both = block_sparse_attention(*x.leaves(), mask & BlockMask.causal(SQ, SK))
         assert same_bytes(causal, both)
-        found.append((mask.block_hash(), out, causal, *torch.autograd.grad(out, x.q, x.dout)))
-    assert found[0][0] == found[1][0]
-    assert not any(same_bytes(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
+        results.append((mask.block_hash(), out, causal, *torch.autograd.grad(out, x.q, x.dout)))
+    assert results[0][0] == results[1][0]
+    assert not any(same_bytes(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
 
 
 def test_a_copied_mask_is_a_mask_of_its_own():
@@ -364,13 +364,13 @@ def test_one_schedule_for_two_masks():
     dense = torch.rand(1, 1, SQ, SK, generator=generator) < 0.5
     one, each = BlockMask.from_dense(dense), BlockMask.from_dense(dense.repeat(B, 1, 1, 1))
     schedule = kinds.lpt(each, heads=B * HKV)
-    found = []
+    results = []
     for mask in (each, one, each):
         out = block_sparse_attention(*x.leaves(), mask, schedule=schedule)
-        found.append(torch.autograd.grad(out, x.leaves(), x.dout))
+        results.append(torch.autograd.grad(out, x.leaves(), x.dout))
     tiles = [masks.order_of(masks.lower(mask), schedule).tile for mask in (one, each)]
     assert schedule.num_lists == B and not torch.equal(*tiles)
-    assert all(same(grads, found[0]) for grads in found)
+    assert all(same(grads, results[0]) for grads in results)
 
 
 @pytest.mark.parametrize("trace", [lambda call: call, make_fx], ids=["call", "make_fx"])
@@ -390,15 +390,15 @@ def test_a_mask_is_whole_behind_functionalize(causal, trace):
 
 def test_masks_that_are_made_inside_a_transform():
     """One of numbers is a mask like others; one of tensors that the transform wraps is refused."""
-    q, made = torch.randn(1, 60, 2, 64).bfloat16(), []
+    q, built = torch.randn(1, 60, 2, 64).bfloat16(), []
 
     def attend(q):
-        made.append(BlockMask.causal(60, 60))
-        return block_sparse_attention(q, q, q, made[-1])
+        built.append(BlockMask.causal(60, 60))
+        return block_sparse_attention(q, q, q, built[-1])
 
     inside = torch.func.functionalize(attend)(q)
-    assert same_bytes(inside, block_sparse_attention(q, q, q, made[0]))
-    assert made[0].hash() == BlockMask.causal(60, 60).hash()
+    assert same_bytes(inside, block_sparse_attention(q, q, q, built[0]))
+    assert built[0].hash() == BlockMask.causal(60, 60).hash()
     dense = torch.ones(60, 60, dtype=torch.bool)
     with pytest.raises(UnsupportedTransformError, match="BlockMask: tensors computed"):
         torch.func.functionalize(lambda t: BlockMask.from_dense(t.tril()).kv_count)(dense)

@@ -217,11 +217,11 @@ def own_order(n: int, window: tuple[int | None, int | None]) -> tuple[np.ndarray
     return mask.dense_blocks()[0, 0].numpy(), out
 
 
-def blocks_of(case: pack_tables.Case, made: pack_tables.Made) -> np.ndarray:
+def blocks_of(case: pack_tables.Case, tables: pack_tables.Tables) -> np.ndarray:
     """uint8 [M, M]: each sequence's own blocks on the diagonal; tokens of none have none."""
-    used = len(made.tickets) // case.kv_heads
+    used = len(tables.tickets) // case.kv_heads
     whole = np.zeros((used, used), np.uint8)
-    for first, n in made.sequences[:-1]:
+    for first, n in tables.sequences[:-1]:
         if n:
             own, _ = own_order(n, case.window)
             index = slice(first, first + len(own))
@@ -229,9 +229,9 @@ def blocks_of(case: pack_tables.Case, made: pack_tables.Made) -> np.ndarray:
     return whole
 
 
-def schedule_of(case: pack_tables.Case, made: pack_tables.Made, blocks: np.ndarray) -> Schedule:
+def schedule_of(case: pack_tables.Case, tables: pack_tables.Tables, blocks: np.ndarray) -> Schedule:
     """What a backward of the pack walks."""
-    column, q_block, rank = pack_tables.entries(case, made)
+    column, q_block, rank = pack_tables.entries(case, tables)
     order = np.argsort(column, kind="stable")
     column, q_block, rank = column[order], q_block[order], rank[order]
     count = np.bincount(column, minlength=len(blocks))
@@ -239,7 +239,7 @@ def schedule_of(case: pack_tables.Case, made: pack_tables.Made, blocks: np.ndarr
         num_q_blocks=len(blocks),
         num_kv_blocks=len(blocks),
         heads=case.kv_heads,
-        order=made.tickets[:, :2].copy(),
+        order=tables.tickets[:, :2].copy(),
         list_of_head=np.zeros(case.kv_heads, np.int32),
         offset=np.concatenate(([0], count.cumsum())).astype(np.int32),
         q_block=q_block,
@@ -257,11 +257,11 @@ def require(seed: int) -> None:
     blocks = blocks_of(case, out)
     schedule = schedule_of(case, out, blocks)
     assert admit(schedule, blocks, group=case.group).any_residency
-    found = {c: [(m, r) for m, _, r in visits] for h, c, visits in schedule.tickets() if h == 0}
+    visited = {c: [(m, r) for m, _, r in visits] for h, c, visits in schedule.tickets() if h == 0}
     for first, n in out.sequences[:-1]:
         for column, visits in (own_order(n, case.window)[1] if n else {}).items():
-            assert found.pop(first + column) == [(first + m, rank) for m, rank in visits], seed
-    assert not any(found.values())
+            assert visited.pop(first + column) == [(first + m, rank) for m, rank in visits], seed
+    assert not any(visited.values())
     lo, hi = case.band
     for m, n in zip(*np.nonzero(blocks == PARTIAL), strict=True):
         away = (int(n) - int(m)) * pack_tables.BLOCK
@@ -288,13 +288,13 @@ def changed_tables(change):
     return mock.patch.object(pack_tables, "oracle", lambda case: change(true(case)))
 
 
-def shorter(made):
-    made.tickets[:, 3] -= made.tickets[:, 3] > made.tickets[:, 2] + 1
-    return made
+def shorter(tables):
+    tables.tickets[:, 3] -= tables.tickets[:, 3] > tables.tickets[:, 2] + 1
+    return tables
 
 
-def backwards(made):
-    return made._replace(tickets=made.tickets[::-1].copy())
+def backwards(tables):
+    return tables._replace(tickets=tables.tickets[::-1].copy())
 
 
 @pytest.mark.parametrize("change", [shorter, backwards])

@@ -252,14 +252,14 @@ def test_tokens_behind_the_last_sequence(dim, window, heads):
 def test_sinks_of_tokens_of_no_sequence_have_no_gradient():
     tensors, offsets = drawn(64, BEHIND), known.offsets(LONG)
     tensors[4][:, sum(LONG) :] = 1.0
-    found = []
+    grads = []
     for q, k, v, dout, dlse in (tensors, known.cut(tensors, slice(sum(LONG)))):
         sinks = torch.tensor([0.5, -1.0], requires_grad=True)
         with known.on_sm90():
             args = [t[None] for t in (q, k, v)]
             out, lse = attention_op.varlen_attention(*args, offsets, None, 0, 0.125, 0.0, sinks)
-            found.append(torch.autograd.grad((out[0], lse[0]), sinks, (dout, dlse))[0])
-    assert found[0].isfinite().all() and torch.allclose(*found, rtol=1e-6)
+            grads.append(torch.autograd.grad((out[0], lse[0]), sinks, (dout, dlse))[0])
+    assert grads[0].isfinite().all() and torch.allclose(*grads, rtol=1e-6)
 
 
 def test_no_sequence():

@@ -181,9 +181,9 @@ def by_hand(schedule: Schedule, kind: str) -> tuple[torch.Tensor, ...]:
                 dk[b, home, cols] += ds.T @ queries
                 parts.setdefault((b, h, m), {})[rank] = ds @ keys
     dq = torch.zeros_like(q)
-    for (b, h, m), found in parts.items():
-        for rank in sorted(found):
-            dq[b, h, m * 128 : m * 128 + 128] += found[rank]
+    for (b, h, m), by_rank in parts.items():
+        for rank in sorted(by_rank):
+            dq[b, h, m * 128 : m * 128 + 128] += by_rank[rank]
     dk, dv = (t.unflatten(1, (KV_HEADS, group)) for t in (dk, dv))
     dk, dv = (t[:, :, 0] if kind == SHARED else t[:, :, 0] + t[:, :, 1] for t in (dk, dv))
     return tuple(t.unflatten(2, (-1, 128)) for t in (dq * DIM**-0.5, dk * DIM**-0.5, dv))

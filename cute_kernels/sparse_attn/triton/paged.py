@@ -34,27 +34,17 @@ def paged_attention(
     *options: object,
     interpret: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend the queries of a mixed batch to the keys in its sequences' pages.
+    """(out [T, Hq, Dv], lse fp32 [Hq, T]): operands as ``paged.op`` says, T > 0.
 
-    Each row has the bytes of its row in this backend's ``block_sparse_attention`` over the
-    sequence's keys, gathered from their pages.  The last query of a sequence is at the position of
-    its last key.  A row that sees no key is 0 with an lse of -inf or, with sinks, of its sink;
-    tokens from cu_seqlens_q[N] on belong to no sequence: 0 and -inf.
+    Each row has the bytes of its row in this backend's ``block_sparse_attention`` over the keys of
+    its sequence, gathered from their pages.  A row that sees no key is 0 with an lse of -inf or,
+    with sinks, of its sink.  An entry of ``block_table`` outside the cache stands for a page of
+    zeros.  Caches have strides of multiples of 16 and an address of 16 bytes; q is copied if its
+    rows cannot be loaded in aligned pieces.
 
     Args:
-        q: [T, Hq, D], bf16 or fp16, T > 0; copied if its rows cannot be loaded in aligned pieces.
-        k_cache: [pages, page size, Hkv, D]; a last stride of 1, the others multiples of 16, an
-            address of 16 bytes; a page size of 16 to 256, a power of two.
-        v_cache: V of the same pages, laid out likewise, with Dv.
-        block_table: int32 [N, P]; the pages of each sequence, in order.  An entry whose keys no
-            row sees is not read, and one outside the cache stands for a page of zeros.
-        seqlens_k: int32 [N]; keys of each sequence, its queries' own among them.
-        cu_seqlens_q: int32 [N + 1], ascending from 0; where the queries of each sequence begin.
         options: `PagedOptions`; ``out`` has a last stride of 1.
         interpret: For Triton's interpreter: fp32 operands, and the last rounding outside.
-
-    Returns:
-        (out [T, Hq, Dv], lse fp32 [Hq, T])
     """
     scale, window, softcap, sinks, out = PagedOptions(*options)
     tokens, heads, dim = q.shape
@@ -99,16 +89,10 @@ def write_kv_cache(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """Copy K and V of tokens into the pages of a cache, each to its slot; on every GPU.
+    """Copy K and V of tokens [T, Hkv, ..] to their slots in the pages of a cache; on every GPU.
 
-    Args:
-        key: [T, Hkv, D], of the cache's dtype.
-        value: [T, Hkv, Dv], of the cache's dtype.
-        k_cache: See `paged_attention`; written.
-        v_cache: V of the same pages; written.
-        slot_mapping: int64 or int32 [n], n <= T: page * page size + place in the page of each of
-            the first n tokens.  Negative slots and those beyond the cache are skipped; no two
-            tokens may have one slot.
+    slot_mapping: int64 or int32 [n], n <= T, of the first n tokens: page * page size + place in the
+    page.  Negative slots and those beyond the cache are skipped; no two tokens may have one slot.
     """
     plan, slots = TRITON[key.shape[2]], log.contiguous(_WRITE, "slot_mapping", slot_mapping, _DENSE)
     if not len(slots):
