@@ -54,12 +54,6 @@ def attended(
     return [t.detach().cpu() for t in (*out, *grads)]
 
 
-def ours_of(x: cases.Inputs, case: cases.Case, device: str = "cpu") -> list[torch.Tensor]:
-    """Results of the op: out, lse, dq, dk, dv."""
-    options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
-    return attended(x, case.mask, device=device, **options)
-
-
 def excess(got, values, bounds) -> dict[str, float]:
     """Per result: the largest error as a multiple of its bound."""
     out = {}
@@ -73,7 +67,8 @@ def excess(got, values, bounds) -> dict[str, float]:
 def checked(case: cases.Case, device: str = "cpu") -> dict[str, float]:
     x = cases.inputs_of(case)
     allowed, scores = case.allowed(), reference.Scores(softcap=case.softcap)
-    got = ours_of(x, case, device)
+    options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
+    got = attended(x, case.mask, device=device, **options)
     values, bounds = exact(x.leaves(), allowed, x.dout, x.dlse, scores)
     # Empty rows are exact: no bound hides a wrong zero.
     empty = ~allowed.expand(*got[1].shape, case.kv_len).any(-1)

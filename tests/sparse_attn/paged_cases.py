@@ -165,12 +165,12 @@ def drawn(
     )
 
 
-def draw(seed: int) -> dict:
-    """Arguments of `drawn`: a few short sequences under any rule."""
+def draw(seed: int, most: int = 200) -> dict:
+    """Arguments of `drawn`: a few sequences of at most so many keys under any rule."""
     source = random.Random(seed)
     lengths = []
     for _ in range(source.randint(1, 4)):
-        keys = source.randint(1, 200)
+        keys = source.randint(1, most)
         rows = source.choice((1, 1, 1, source.randint(2, 6), source.randint(7, 80), keys))
         lengths.append((min(rows, keys), keys))
     group = source.choice(((2, 2), (4, 1), (6, 2), (5, 1), (16, 1)))

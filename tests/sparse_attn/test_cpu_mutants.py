@@ -17,9 +17,8 @@ from tests.sparse_attn import pack_cases, test_sequences, test_sinks
 from tests.sparse_attn.against_float64 import checked
 from tests.sparse_attn.battery import battery, sequence, sequence_op
 from tests.sparse_attn.cases import inputs
-from tests.sparse_attn.test_cpu import untouched
+from tests.sparse_attn.test_cpu import CASE, WIDE, untouched
 from tests.sparse_attn.test_paged import unseen_pages
-from tests.sparse_attn.test_reference import CASE, WIDE
 from tests.sparse_attn.test_schedule_bits import BY_HEAD, SHARED, the_order_is_written_out
 
 
@@ -122,6 +121,8 @@ TABLES: dict[tuple, dict[str, tuple[str, ...]]] = {
         "no rescaling": ("acc * shrink +", "acc +", "total * shrink +", "total +"),
         "P and dS in fp8": ("t.to(dtype).float()", "t.to(torch.float8_e4m3fn).float()"),
         "the softcap's slope is left out": ("1 - bent * bent", "1 - bent * 0"),
+        "no gradient of lse": ("else delta - _rows(dlse)", "else delta"),
+        "no delta": ("(outs == 0).all(-1), 0.0, delta)", "(outs == 0).all(-1), 0.0, 0 * delta)"),
     },
     (config, wide): {
         "a scale of v's head size": ("head_dim**-0.5", "VALUE_DIMS[head_dim] ** -0.5"),

@@ -15,7 +15,7 @@ from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
 from tests import certified, contract
 from tests.sparse_attn import mutated, simulated
-from tests.sparse_attn.paged_cases import Batch, drawn, other_layouts, wrong_rows
+from tests.sparse_attn.paged_cases import Batch, draw, drawn, other_layouts, wrong_rows
 
 #: What runs at every commit while the kernels are proved.
 pytestmark = certified.marks("sparse_attn", "test_rows test_mutants")
@@ -109,18 +109,7 @@ def test_mutants(monkeypatch, tmp_path, name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn(seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def number(low, high):
-        return int(torch.randint(low, high, (), generator=generator))
-
-    lengths = []
-    for _ in range(number(1, 7)):
-        keys = number(1, 520)
-        rows = (1, min(keys, number(2, 6)), min(keys, number(1, 80)), keys)[number(0, 4)]
-        lengths.append((min(rows, 150), keys))
-    group, page = number(1, 9), (16, 32, 64, 128, 256)[number(0, 5)]
-    batch = drawn(lengths, (group, 1, 64), page, seed=seed, padding=number(0, 4))
+    batch = drawn(**draw(seed, most=520))
     require_rows(batch, *run(batch))
 
 
