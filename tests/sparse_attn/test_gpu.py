@@ -47,6 +47,7 @@ from tests.sparse_attn.gpu_cases import (
     require_same,
 )
 from tests.sparse_attn.simulated_fwd import Case
+from tests.sparse_attn.sink_cases import drawn_sinks
 from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
     test_forms,
     test_neighbours,
@@ -59,7 +60,6 @@ from tests.sparse_attn.test_sequences import (  # noqa: F401
     test_packs,
     test_padding_on_either_side,
 )
-from tests.sparse_attn.test_sinks import drawn_sinks
 
 pytestmark = [pytest.mark.gpu, NEEDS_GPU]
 NIGHT = pytest.mark.nightly

@@ -18,7 +18,7 @@ from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.gpu_cases import GPU
-from tests.sparse_attn.test_sinks import drawn_sinks, excess
+from tests.sparse_attn.sink_cases import drawn_sinks, excess
 
 #: While the kernels are proved the first of `test_values` runs at every commit.
 SIM = certified.marks("sparse_attn", "test_values")
