@@ -69,9 +69,9 @@ def projection(
     """
     checks.layout(layout)
     checks.precision(precision)
-    n = checks.phi_of(phi)
-    rows = checks.x_of(x, n, layout, phi.shape[1], flat=True)
-    weights = _mapping_weights(phi, norm_weight, rows.x)
+    n = checks.count_streams(phi)
+    rows = checks.stream_rows(x, n, layout, phi.shape[1], flat=True)
+    weights = checks.mapping(phi, norm_weight, rows.x)
     mains = checks.main_grads(main_grads, weights, rows.x)
     return op.projection(rows.x, phi, norm_weight, *mains, n, layout, precision)
 
@@ -110,7 +110,7 @@ def scale(
     """
     checks.streams(n)
     checks.fp32("H", H, H)
-    h = checks.of_tokens("H", H, mappings(n))
+    h = checks.token_rows("H", H, mappings(n))
     checks.fp32("ms", ms, H, "H")
     checks.gates(alpha, beta, H, n)
     for name, value, least in (("eps", eps, 0.0), ("pre_eps", pre_eps, 0.0)):
@@ -162,7 +162,7 @@ def aggregate(x: torch.Tensor, H_pre: torch.Tensor, n: int, *, layout: str = "cn
     """
     checks.layout(layout)
     checks.streams(n)
-    rows = checks.x_of(x, n, layout)
+    rows = checks.stream_rows(x, n, layout)
     pre = checks.tokens("H_pre", H_pre, (n,), rows)
     return _collapsed(op.aggregate(rows.x, pre, n, layout), rows)
 
@@ -320,13 +320,11 @@ def post_pre(
         4
     """
     checks.options(options)
-    n = checks.phi_of(phi)
+    n = checks.count_streams(phi)
     rows, tensors = _expanded(f, bias, H_post, x, H_res, n, options.layout, phi.shape[1])
-    weights = _mapping_weights(phi, norm_weight, rows.x)
-    checks.gates(alpha, beta, rows.x, n)
+    weights = checks.mapping(phi, norm_weight, rows.x) | checks.gates(alpha, beta, rows.x, n)
     shifted = None if H_pre is None else checks.tokens("H_pre", H_pre, (n,), rows)
-    all_weights = {"bias": bias, **weights, "alpha": alpha, "beta": beta}
-    mains = checks.main_grads(main_grads, all_weights, rows.x)
+    mains = checks.main_grads(main_grads, {"bias": bias, **weights}, rows.x)
     results = site_op.post_pre(
         *tensors, shifted, phi, norm_weight, alpha, beta, *mains, *options.numbers(n)
     )
@@ -361,13 +359,8 @@ def head(
         >>> ck.mhc.head(x, phi, torch.ones(1), torch.zeros(4)).shape
         torch.Size([5, 64])
     """
-    checks.options(options)
-    n = checks.phi_of(phi, head=True)
-    rows = checks.x_of(x, n, options.layout, phi.shape[1])
-    weights = _mapping_weights(phi, norm_weight, rows.x)
-    checks.beside("alpha", alpha, rows.x, [1])
-    checks.beside("beta", beta, rows.x, [n])
-    mains = checks.main_grads(main_grads, {**weights, "alpha": alpha, "beta": beta}, rows.x)
+    rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options, head=True)
+    mains = checks.main_grads(main_grads, weights, rows.x)
     results = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
     return _collapsed(results[0], rows)
 
@@ -417,7 +410,7 @@ def multilayer_recompute(
     """
     checks.layout(layout)
     checks.streams(n)
-    rows = checks.x_of(x, n, layout)
+    rows = checks.stream_rows(x, n, layout)
     four = checks.sublayers(sublayers)
     sites = [_expanded(f, b, post, x, res, n, layout)[1] for f, b, post, res in four]
     if not sites:
@@ -433,26 +426,18 @@ def _collapsed(out: torch.Tensor, rows: checks.Rows) -> torch.Tensor:
     return nodes.shaped(out, *rows.leading, out.shape[1])
 
 
-def _mapping_weights(phi, norm_weight, x) -> dict[str, torch.Tensor | None]:
-    checks.beside("phi", phi, x, list(phi.shape))
-    if norm_weight is not None:
-        checks.beside("norm_weight", norm_weight, x, [phi.shape[1]])
-    return {"phi": phi, "norm_weight": norm_weight}
-
-
-def _site_weights(x, phi, alpha, beta, norm_weight, options: Options):
-    """Check a site that begins; return (rows, n, its weights by name)."""
+def _site_weights(x, phi, alpha, beta, norm_weight, options: Options, head: bool = False):
+    """Check a site that begins, or a head; return (rows, n, its weights by name)."""
     checks.options(options)
-    n = checks.phi_of(phi)
-    rows = checks.x_of(x, n, options.layout, phi.shape[1])
-    weights = _mapping_weights(phi, norm_weight, rows.x)
-    checks.gates(alpha, beta, rows.x, n)
-    return rows, n, {**weights, "alpha": alpha, "beta": beta}
+    n = checks.count_streams(phi, head)
+    rows = checks.stream_rows(x, n, options.layout, phi.shape[1])
+    weights = checks.mapping(phi, norm_weight, rows.x)
+    return rows, n, weights | checks.gates(alpha, beta, rows.x, n, head)
 
 
 def _expanded(f, bias, post, x, res, n: int, layout: str, k: int | None = None):
     """Check a site that ends; return (rows, (f, bias, post, x, res)).  ``k``: K of x."""
-    rows = checks.x_of(x, n, layout, k)
+    rows = checks.stream_rows(x, n, layout, k)
     flat = checks.channels("f", f, rows, n)
     checks.bias(bias, rows, n)
     post = checks.tokens("H_post", post, (n,), rows)

@@ -33,6 +33,8 @@ MAX_LOG_ITERATIONS = 26
 MIN_FORM_EPS = 1e-30
 _MAX_SIZE = 2**31 - 1
 _ROWS_OF = {mappings(n): n for n in STREAMS}
+#: Rows of a head's phi, which are those of H_pre alone.
+_HEAD_ROWS = {n: n for n in STREAMS}
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def fp32(name: str, t: object, like: torch.Tensor, of: str = "x") -> None:
     checking.same_device(name, t, of, like)
 
 
-def x_of(x: object, n: int, layout: str, k: int | None = None, flat: bool = False) -> Rows:
+def stream_rows(x: object, n: int, layout: str, k: int | None = None, flat: bool = False) -> Rows:
     """Convert streams [..., C, n] or [..., n, C] to rows, of ``k`` = n C elements if that is given.
 
     ``flat``: [..., k] may come instead.
@@ -223,25 +225,22 @@ def _shape(name: str, t: torch.Tensor, *shapes: list[int]) -> None:
         raise ShapeError(expected(name, want, list(t.shape)))
 
 
-def phi_of(phi: object, head: bool = False) -> int:
+def count_streams(phi: object, head: bool = False) -> int:
     """Return n of phi [N, K]; of a ``head``, [n, K]."""
     mixed_dtype("phi", phi)
-    checking.rank("phi", phi, 2, "[n, K]" if head else "[N, K]")
-    n_of = {n: n for n in STREAMS} if head else _ROWS_OF
-    if phi.shape[0] not in n_of:
-        want = " or ".join(f"{size} rows (n = {n})" for size, n in _ROWS_OF.items())
-        if head:
-            want = f"{' or '.join(map(str, STREAMS))} rows (n)"
-        raise ShapeError(expected("phi", want, list(phi.shape)))
-    n = n_of[phi.shape[0]]
-    _whole_channels("phi", phi, n)
-    return n
+    return _streams_by_rows("phi", phi, _HEAD_ROWS if head else _ROWS_OF)
 
 
-def _whole_channels(name: str, phi: torch.Tensor, n: int) -> None:
-    """Check that phi has n C columns."""
+def _streams_by_rows(name: str, phi: torch.Tensor, by_rows: Mapping[int, int]) -> int:
+    """Return n of phi [rows, n C]."""
+    checking.rank(name, phi, 2, "[n, K]" if by_rows is _HEAD_ROWS else "[N, K]")
+    if phi.shape[0] not in by_rows:
+        want = " or ".join(f"{rows} rows (n = {n})" for rows, n in by_rows.items())
+        raise ShapeError(expected(name, want, list(phi.shape)))
+    n = by_rows[phi.shape[0]]
     if phi.shape[1] < n or phi.shape[1] % n:
         raise ShapeError(expected(name, f"columns n C, a multiple of {n}", list(phi.shape)))
+    return n
 
 
 def embedding(t: object) -> None:
@@ -253,17 +252,31 @@ def embedding(t: object) -> None:
         raise ShapeError(expected("embedding", want, list(t.shape)))
 
 
-def beside(name: str, t: object, x: torch.Tensor, *shapes: list[int]) -> None:
+def mapping(
+    phi: torch.Tensor, norm_weight: object, x: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """Check phi and norm_weight [K] or None, and return them by name."""
+    _weight("phi", phi, x, list(phi.shape))
+    if norm_weight is not None:
+        _weight("norm_weight", norm_weight, x, [phi.shape[1]])
+    return {"phi": phi, "norm_weight": norm_weight}
+
+
+def _weight(name: str, t: object, x: torch.Tensor, *shapes: list[int]) -> None:
     """Check a weight: bf16 or fp32, of one of the shapes, on x's device."""
     mixed_dtype(name, t)
     checking.same_device(name, t, "x", x)
     _shape(name, t, *shapes)
 
 
-def gates(alpha: object, beta: object, x: torch.Tensor, n: int) -> None:
-    """Check alpha [3] and beta [N] or [1, N]."""
-    beside("alpha", alpha, x, [3])
-    beside("beta", beta, x, [mappings(n)], [1, mappings(n)])
+def gates(
+    alpha: object, beta: object, x: torch.Tensor, n: int, head: bool = False
+) -> dict[str, torch.Tensor]:
+    """Check alpha [3] and beta [N] or [1, N], and return them by name; of a ``head`` [1], [n]."""
+    shapes = ([n],) if head else ([mappings(n)], [1, mappings(n)])
+    _weight("alpha", alpha, x, [1 if head else 3])
+    _weight("beta", beta, x, *shapes)
+    return {"alpha": alpha, "beta": beta}
 
 
 def main_grads(
@@ -292,7 +305,7 @@ def main_grads(
     return mains
 
 
-def of_tokens(name: str, t: torch.Tensor, columns: int) -> torch.Tensor:
+def token_rows(name: str, t: torch.Tensor, columns: int) -> torch.Tensor:
     """View [..., ``columns`` or more] as rows."""
     if t.dim() < 2 or t.shape[-1] < columns:
         want = f"shape [M, {columns} or more]"
@@ -373,15 +386,9 @@ def converted(
         if name != of_weight or t is not None:
             mixed_dtype(name, t)
             checking.same_device(name, t, of_phi, phi)
-    checking.rank(of_phi, phi, 2, "[N, K]")
-    sites = {rows: (n, rows, 3) for rows, n in _ROWS_OF.items()}
-    sites |= {n: (n, n, 1) for n in STREAMS if head}
-    if phi.shape[0] not in sites:
-        want = f"{' or '.join(map(str, sorted(sites)))} rows"
-        raise ShapeError(expected(of_phi, want, list(phi.shape)))
-    n, rows, gates = sites[phi.shape[0]]
-    _whole_channels(of_phi, phi, n)
-    k = phi.shape[1]
+    n = _streams_by_rows(of_phi, phi, _HEAD_ROWS | _ROWS_OF if head else _ROWS_OF)
+    rows, k = phi.shape
+    gates = 1 if rows == n else 3
     for name, t, size in ((of_alpha, alpha, gates), (of_beta, beta, rows), (of_weight, weight, k)):
         if t is not None and t.numel() != size:
             raise ShapeError(expected(name, f"{size} elements", list(t.shape)))
@@ -415,7 +422,7 @@ def sublayers(sites: object) -> list[Sequence]:
 
 def te_phi(phi: object) -> None:
     """Check a phi of TransformerEngine: n = 4."""
-    if phi_of(phi) != 4:
+    if count_streams(phi) != 4:
         raise ShapeError(expected("phi", "24 rows (n = 4)", list(phi.shape)))
 
 
