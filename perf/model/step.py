@@ -19,6 +19,7 @@ import os
 import pstats
 import statistics
 import time
+from contextlib import nullcontext
 
 import torch
 
@@ -37,13 +38,17 @@ def model() -> torch.nn.Module:
     return llama.built(size, "cuda", patched=False).train()
 
 
-def step(net: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
+def step(
+    net: torch.nn.Module, ids: torch.Tensor, profiles=(nullcontext(), nullcontext())
+) -> tuple[float, float, float]:
     """Seconds of the host in the forward, in the backward, and of both with the GPU's work."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    loss = net(ids, labels=ids, use_cache=False).loss
+    with profiles[0]:
+        loss = net(ids, labels=ids, use_cache=False).loss
     forward = time.perf_counter()
-    loss.backward()
+    with profiles[1]:
+        loss.backward()
     backward = time.perf_counter()
     torch.cuda.synchronize()
     end = time.perf_counter()
@@ -66,20 +71,10 @@ def sharded(net: torch.nn.Module, ranks: int) -> torch.nn.Module:
 def profiled(net: torch.nn.Module, ids: torch.Tensor, steps: int = 10) -> None:
     """Print where the host's time goes in the forward and in the backward, in this thread."""
     torch.autograd.set_multithreading_enabled(False)
-    for phase in ("forward", "backward"):
-        profile = cProfile.Profile()
-        for _ in range(steps):
-            if phase == "forward":
-                profile.enable()
-            loss = net(ids, labels=ids, use_cache=False).loss
-            profile.disable()
-            if phase == "backward":
-                profile.enable()
-            loss.backward()
-            profile.disable()
-            torch.cuda.synchronize()
-            for parameter in net.parameters():
-                parameter.grad = None
+    profiles = cProfile.Profile(), cProfile.Profile()
+    for _ in range(steps):
+        step(net, ids, profiles)
+    for phase, profile in zip(("forward", "backward"), profiles, strict=True):
         print(f"{phase}, {steps} steps", flush=True)
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..core import record, timing
 from ..core.stage import Outcome, Stage, run_stage
+from ..core.work import ratios
 from . import engine
 from .size import Size, results
 
@@ -134,17 +135,14 @@ def rl(
 ) -> Iterator[dict | str]:
     """Yields each record as it is written, and lines of text."""
     common = record.environment(commit) | {"kind": "bench", "kernel": "rl"}
-    medians: dict[tuple[str, str], float] = {}
+    medians: dict[str, dict[str, float]] = {product: {} for product in PRODUCTS}
     limits = {"limit_s": limit_s, "budget_s": budget_s, "device": device}
     for body in measured(size, systems, work, **limits):
         if isinstance(body, dict):
-            medians[body["product"], body["system"]] = body.get("median_us")
             if "median_us" in body:
-                body["ratio"] = {
-                    other: us / body["median_us"]
-                    for (product, other), us in medians.items()
-                    if us and product == body["product"] and other != body["system"]
-                }
+                of_product = medians[body["product"]]
+                of_product[body["system"]] = body["median_us"]
+                body["ratio"] = ratios(of_product, body["system"])
             body |= common | {"clocks": record.clocks()}
             record.append(output, body)
         yield body

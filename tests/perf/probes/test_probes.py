@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -67,24 +68,6 @@ SMALL_WIDTH = {
 }
 
 
-def test_width_compares_every_variant_and_answers():
-    *rows, answer = width.run(build, **SMALL_WIDTH)
-    assert len(rows) == 2 * 2
-    kinds = len(inputs.ORDINARY | inputs.EXTREME)
-    assert all(row["outputs"] == 72 * 72 * kinds for row in rows)
-    assert answer["verdict"] == "yes" and answer["extreme"]["verdict"] == "yes"
-    assert answer["outputs"] == 72 * 72 * len(inputs.ORDINARY) * 4
-
-
-def test_width_sees_one_instruction_with_other_bits():
-    *rows, answer = width.run(other_math(Chain(24)), **SMALL_WIDTH)
-    assert answer["verdict"] == "no"
-    assert {row["case"] for row in rows if row["differ"]} == {
-        f"{Chain(24)}, swap={swap}" for swap in (False, True)
-    }
-    assert answer["first"]["got"] != answer["first"]["want"]
-
-
 def mma_sync() -> dict:
     return {"mma.sync": sync_kernel.build(with_c=True, compiler=ptxsim.compile)}
 
@@ -97,16 +80,30 @@ SMALL_INSTRUCTION = {
 }
 
 
-def test_instruction_compares_registers_and_mma_sync():
-    *rows, answer = instruction.run(build, **SMALL_INSTRUCTION)
-    assert [row["case"] for row in rows] == [instruction.name(Chain(64)), "mma.sync"]
+REGISTERS = instruction.name(Chain(64))
+#: Probe, its small size, the chain of a mutant, (case, whether the mutant differs) of each row.
+COMPARISONS = [
+    (width, SMALL_WIDTH, Chain(24), [
+        (f"{chain}, swap={swap}", chain == Chain(24))
+        for chain in (Chain(24), Chain(64, warpgroups=2)) for swap in (False, True)
+    ]),
+    (instruction, SMALL_INSTRUCTION, Chain(64, registers=True), [
+        (REGISTERS, True), ("mma.sync", False),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("probe", "small", "mutant", "cases"), COMPARISONS)
+def test_a_comparison_answers_and_sees_one_instruction_with_other_bits(probe, small, mutant, cases):
+    *rows, answer = probe.run(build, **small)
+    assert [row["case"] for row in rows] == [case for case, _ in cases]
+    of_a_kind, kinds = math.prod(small["size"][:2]), len(inputs.ORDINARY | inputs.EXTREME)
+    assert all(row["outputs"] == of_a_kind * kinds for row in rows)
     assert answer["verdict"] == answer["extreme"]["verdict"] == "yes"
-    assert answer["outputs"] == 64 * 64 * len(inputs.ORDINARY) * 2
-
-
-def test_instruction_sees_one_with_other_bits():
-    *rows, answer = instruction.run(other_math(Chain(64, registers=True)), **SMALL_INSTRUCTION)
-    assert answer["verdict"] == "no" and [row["differ"] > 0 for row in rows] == [True, False]
+    assert answer["outputs"] == of_a_kind * len(inputs.ORDINARY) * len(rows)
+    *rows, answer = probe.run(other_math(mutant), **small)
+    assert answer["verdict"] == "no" and answer["first"]["got"] != answer["first"]["want"]
+    assert [(row["case"], row["differ"] > 0) for row in rows] == cases
 
 
 SMALL_EXP2 = {"device": "cpu", "parts": 4, "part": 512}
