@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/linear_attn": (5418, "a system"),
     "tests/logp": (5712, ""),
     "tests/mhc": (6705, ""),
-    "tests/model": (11334, ""),
+    "tests/model": (11336, ""),
     "tests/moe": (3982, ""),
     "tests/norm": (1785, ""),
     "tests/option_table": (1646, ""),

@@ -28,9 +28,9 @@ def test_nothing_differs_in_a_clean_model(tmp_path):
     done = run(CLEAN, "--lengths", "9,4", "--transforms", "batch,decode", "--json", "found.json")
     assert done.exit_code == 0, done.output
     assert done.output.startswith("0 differing rows of ")
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found) == KEYS and found["ok"] and found["first"] is None
-    assert list(found["ran"]) == ["batch", "decode"] and found["digest_bits"] == 128
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert set(report) == KEYS and report["ok"] and report["first"] is None
+    assert list(report["ran"]) == ["batch", "decode"] and report["digest_bits"] == 128
 
 
 def test_a_culprit_is_named_and_the_exit_code_is_1():
@@ -53,18 +53,18 @@ def test_the_json_is_that_of_the_report():
         SPOILT, "--tokens", "1,2,3,4,5", "--tokens", "7,8,9,10,11,12", "--json", "-",
         "--transforms", "batch,decode", "--victims",
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    assert done.exit_code == 1 and set(found) == KEYS | {"victims"}
+    printed = json.loads(done.stdout)
+    assert done.exit_code == 1 and set(printed) == KEYS | {"victims"}
     ids = [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
     report = ck.audit(planted.spoilt_norm(), ids, transforms=["batch", "decode"])
-    assert found == json.loads(json.dumps(report.as_json(victims=True)))
-    assert found["first"]["module"] == "blocks.1.norm" and len(found["first"]["first"]) == 3
+    assert printed == json.loads(json.dumps(report.as_json(victims=True)))
+    assert printed["first"]["module"] == "blocks.1.norm" and len(printed["first"]["first"]) == 3
 
 
 def test_gradients_can_be_left_out():
-    found = json.loads(run(CLEAN, "--lengths", "5,3", "--no-gradients", "--json", "-").stdout)
-    assert found["skipped"]["micro_batches"] == "gradients=False" and found["gradients"] == 0
-    assert "left_padding" in found["ran"]
+    report = json.loads(run(CLEAN, "--lengths", "5,3", "--no-gradients", "--json", "-").stdout)
+    assert report["skipped"]["micro_batches"] == "gradients=False" and report["gradients"] == 0
+    assert "left_padding" in report["ran"]
 
 
 BAD = {
@@ -110,12 +110,14 @@ def test_a_folder_of_transformers_patched_and_not(tmp_path):
     options = ["--lengths", "5,3,4", "--transforms", "micro_batches", "--json", "-"]
     done = run("model", "--patch", *options)
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["verdict"] == "ok" and found["findings"] == [] and found["gradients"] > 0
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "ok" and report["findings"] == [] and report["gradients"] > 0
     done = run("model", "--dtype", "bf16", *options)
-    found = json.loads(done.stdout)
-    assert done.exit_code == (0 if found["ok"] else 1)
-    assert found["facts"]["model"] == "LlamaForCausalLM" and found["facts"]["dtypes"] == "bfloat16"
+    report = json.loads(done.stdout)
+    assert done.exit_code == (0 if report["ok"] else 1)
+    assert (
+        report["facts"]["model"] == "LlamaForCausalLM" and report["facts"]["dtypes"] == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("name", ["typo_folder", "here/typo"])

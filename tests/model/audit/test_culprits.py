@@ -76,7 +76,7 @@ def test_the_first_difference_is_the_one_that_a_look_by_hand_finds():
     model = planted.spoilt("blocks.0.norm", "LanesByRows")
     one = audit(model, "batch").first
     norm, rows_seen = model.blocks[0].norm, []
-    handle = norm.register_forward_hook(lambda m, given, made: rows_seen.append(made))
+    handle = norm.register_forward_hook(lambda m, args, out: rows_seen.append(out))
     with torch.no_grad():
         for ids in SEQUENCES:
             model(ids[None], position_ids=torch.arange(len(ids))[None])
@@ -88,8 +88,8 @@ def test_the_first_difference_is_the_one_that_a_look_by_hand_finds():
     *alone, batch = rows_seen
     where = [
         (s, int(t), int(c))
-        for s, own in enumerate(alone)
-        for t, c in (bits(own[0]) != bits(batch[s, : own.shape[1]])).nonzero()
+        for s, ours in enumerate(alone)
+        for t, c in (bits(ours[0]) != bits(batch[s, : ours.shape[1]])).nonzero()
     ]
     s, t, c = min(where)
     assert one.first == (s, t, c)
@@ -97,8 +97,8 @@ def test_the_first_difference_is_the_one_that_a_look_by_hand_finds():
     assert one.got == f"0x{int(bits(batch[s, t, c])) & 0xFFFFFFFF:08x}"
     assert one.rows == len({place[:2] for place in where})
     unlike = [
-        (bits(own[0]).view(torch.uint8) != bits(batch[s, : own.shape[1]]).view(torch.uint8)).sum()
-        for s, own in enumerate(alone)
+        (bits(ours[0]).view(torch.uint8) != bits(batch[s, : ours.shape[1]]).view(torch.uint8)).sum()
+        for s, ours in enumerate(alone)
     ]
     assert one.bytes == sum(map(int, unlike)) and one.of_bytes == 19 * 4 * planted.WIDTH
     assert one.ops[:2] == ("mul", "add") and one.case == "all in one batch"
@@ -126,8 +126,8 @@ def test_calls_and_culprits_are_told_apart_in_their_order():
 )
 def test_a_gradient_that_follows_the_cut_is_named(fault, shown):
     report = audit(planted.spoilt("blocks.0.up", fault), "gradient_repeat", "micro_batches")
-    found = {(one.name, one.kind, one.transform) for one in report.findings}
-    assert found == {("blocks.0.up.main_grad", fault, transform) for transform in shown}
+    gradients_named = {(one.name, one.kind, one.transform) for one in report.findings}
+    assert gradients_named == {("blocks.0.up.main_grad", fault, transform) for transform in shown}
     assert len(report.first.first) == 2 and report.first.want != report.first.got
 
 

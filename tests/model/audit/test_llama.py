@@ -97,12 +97,12 @@ def test_padding_of_transformers_reaches_the_model_as_its_generate_gives_it():
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     ck.audit(model, sequences(6, 3), transforms=["left_padding", "decode"])
     handle.remove()
-    masked = [(ids, mask, at) for ids, mask, at in seen if mask is not None]
+    masked = [(ids, mask, positions) for ids, mask, positions in seen if mask is not None]
     assert masked and any(ids.shape[1] == 1 for ids, *_ in masked)
-    for ids, mask, at in masked:
+    for ids, mask, positions in masked:
         count = mask.cumsum(1)[:, -ids.shape[1] :] - 1
         real = mask[:, -ids.shape[1] :] == 1
-        assert (at[real] == count[real]).all() and bool((mask.diff(dim=1) >= 0).all())
+        assert (positions[real] == count[real]).all() and bool((mask.diff(dim=1) >= 0).all())
 
 
 @pytest.mark.parametrize("kind", ["mistral", "mixtral"])
@@ -111,16 +111,16 @@ def test_the_model_differs_where_a_look_without_the_audit_says_so(kind):
     model = families.model(kind, hidden_size=192, num_hidden_layers=1).float()
     report = ck.audit(model, sequences(19, 8), transforms=["batch", "decode"])
     at_the_end = {one.transform for one in (*report.findings, *report.victims) if not one.module}
-    found = {"in a batch", "decoded"} & {*all_causal_lms.differing(model)}
-    assert bool(at_the_end) == bool(found)
+    differing = {"in a batch", "decoded"} & {*all_causal_lms.differing(model)}
+    assert bool(at_the_end) == bool(differing)
     assert bool(report.unfollowed) == (kind == "mixtral")
 
 
 def test_ids_may_be_a_batch_a_list_or_numbers():
     model, ids = patched(), sequences(5, 5)
     batch = torch.stack(ids).int()
-    found = [ck.audit(model, one, transforms=["batch"]) for one in (ids, batch, batch.tolist())]
-    assert all(report == found[0] and report.ok for report in found)
+    reports = [ck.audit(model, one, transforms=["batch"]) for one in (ids, batch, batch.tolist())]
+    assert all(report == reports[0] and report.ok for report in reports)
 
 
 def test_a_cache_that_is_not_recognised_is_no_plain_ok():

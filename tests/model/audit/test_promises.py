@@ -42,27 +42,27 @@ def test_one_patched_module_excuses_itself_alone():
     everything = names(audit(model).findings)
     assert {"first.weight", "second.weight", "embed.weight"} <= everything
     ck.patch(model.first)
-    found = audit(model)
-    own = {"first.weight", "first.bias"}
-    assert not found.ok and "first.weight" in names(found.information) <= own
-    assert {"second.weight", "embed.weight"} <= names(found.findings)
-    assert not names(found.findings) & own
+    report = audit(model)
+    patched = {"first.weight", "first.bias"}
+    assert not report.ok and "first.weight" in names(report.information) <= patched
+    assert {"second.weight", "embed.weight"} <= names(report.findings)
+    assert not names(report.findings) & patched
     ck.patch(model)
-    found = audit(model)
-    assert found.ok and not found.findings and "second.weight" in names(found.information)
-    assert {one.transform for one in found.information} == {"micro_batches"}
+    report = audit(model)
+    assert report.ok and not report.findings and "second.weight" in names(report.information)
+    assert {one.transform for one in report.information} == {"micro_batches"}
 
 
 def test_a_parameter_that_an_unpatched_module_holds_as_well_is_not_excused():
     model = net()
     model.head.weight = model.embed.weight
     ck.patch(model.embed)
-    found = audit(model)
-    assert "embed.weight" in names(found.findings) and not found.information
+    report = audit(model)
+    assert "embed.weight" in names(report.findings) and not report.information
     ck.patch(model, main_grad=True)
     model.embed.weight.main_grad = torch.zeros(model.embed.weight.shape, dtype=torch.float32)
-    found = audit(model)
-    assert found.ok and "embed.weight.main_grad" in names(found.information)
+    report = audit(model)
+    assert report.ok and "embed.weight.main_grad" in names(report.information)
 
 
 def test_a_main_grad_of_a_patched_module_is_promised(monkeypatch):

@@ -102,9 +102,9 @@ def test_each_half_of_a_digest_tells_rows_apart():
     ]
     different = {tuple(t[0].tolist()): t for t in (x, *turned)}
     pile = torch.cat([*different.values(), torch.zeros(1, 6, dtype=torch.int64)])
-    made = rows.digest(pile.view(torch.uint8), torch.int64)
+    digests = rows.digest(pile.view(torch.uint8), torch.int64)
     for half in (0, 1):
-        assert len(made[:, half].unique()) == len(pile) > 30
+        assert len(digests[:, half].unique()) == len(pile) > 30
 
 
 def test_a_digest_is_of_the_row_not_of_its_place_or_its_batch(monkeypatch):
@@ -127,10 +127,10 @@ class Made:
 
 def test_tensors_in_nested_results():
     a, b, c, d = (torch.randn(2) for _ in range(4))
-    made = Made(a, b, (c, {"x": d, "past_key_values": a}, "text", None))
-    found = dict(rows.tensors([made, b]))
-    assert list(found) == ["0.hidden", "0.more.0", "0.more.1.x", "1"]
-    assert found["0.more.1.x"] is d
+    results = Made(a, b, (c, {"x": d, "past_key_values": a}, "text", None))
+    tensors = dict(rows.tensors([results, b]))
+    assert list(tensors) == ["0.hidden", "0.more.0", "0.more.1.x", "1"]
+    assert tensors["0.more.1.x"] is d
 
 
 def test_the_first_place_of_a_gradient_is_an_index_of_it():

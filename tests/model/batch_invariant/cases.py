@@ -38,8 +38,8 @@ def of_gradient(function: str, *others: str) -> Callable[[torch.Tensor], torch.T
     """A backward op of aten on (dy, x or y), both from one row."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        dy, given = x.chunk(2, -1)
-        return getattr(torch.ops.aten, function)(dy, given.contiguous(), *others)
+        dy, y = x.chunk(2, -1)
+        return getattr(torch.ops.aten, function)(dy, y.contiguous(), *others)
 
     return call
 
@@ -49,21 +49,21 @@ def like(x: torch.Tensor, *shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def layer_norm_backward(x):
-    dy, given = (t.contiguous() for t in x.chunk(2, -1))
-    width = given.shape[-1]
+    dy, rows = (t.contiguous() for t in x.chunk(2, -1))
+    width = rows.shape[-1]
     weight, bias = like(x, width), like(x, width, seed=2)
-    _, mean, rstd = torch.ops.aten.native_layer_norm(given, [width], weight, bias, 1e-5)
+    _, mean, rstd = torch.ops.aten.native_layer_norm(rows, [width], weight, bias, 1e-5)
     make = torch.ops.aten.native_layer_norm_backward
-    return make(dy, given, [width], mean, rstd, weight, bias, [True, False, False])[0]
+    return make(dy, rows, [width], mean, rstd, weight, bias, [True, False, False])[0]
 
 
 def rms_norm_backward(x):
-    dy, given = (t.contiguous() for t in x.chunk(2, -1))
-    width = given.shape[-1]
+    dy, rows = (t.contiguous() for t in x.chunk(2, -1))
+    width = rows.shape[-1]
     weight = like(x, width)
-    _, rstd = torch.ops.aten._fused_rms_norm(given, [width], weight, 1e-5)
+    _, rstd = torch.ops.aten._fused_rms_norm(rows, [width], weight, 1e-5)
     make = torch.ops.aten._fused_rms_norm_backward
-    return make(dy, given, [width], rstd, weight, [True, False])[0]
+    return make(dy, rows, [width], rstd, weight, [True, False])[0]
 
 
 def attention(x, heads: int = 2, length: int = 9, **options):

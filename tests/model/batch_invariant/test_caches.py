@@ -21,8 +21,8 @@ def strict():
 
 
 def windowed(rows: int, window: int) -> torch.Tensor:
-    at = torch.arange(rows)
-    return (at[:, None] >= at) & (at[:, None] - at < window)
+    index = torch.arange(rows)
+    return (index[:, None] >= index) & (index[:, None] - index < window)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(BF16, 24), (FP32, 264)], ids=str)

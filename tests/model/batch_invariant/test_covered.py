@@ -54,9 +54,9 @@ def below(name: str, on: bool) -> set[str]:
 
 def require_ours(name: str) -> None:
     """That a case's covered ops do not reach torch."""
-    found = below(name, True)
-    assert any(op.startswith("cute_kernels::") for op in found), found
-    wrong = found & {CASES[name].op, *PARTS.get(CASES[name].op, ())}
+    reached = below(name, True)
+    assert any(op.startswith("cute_kernels::") for op in reached), reached
+    wrong = reached & {CASES[name].op, *PARTS.get(CASES[name].op, ())}
     assert not wrong, wrong
 
 
@@ -65,9 +65,9 @@ def test_ours_in_the_mode_and_torchs_out_of_it(name):
     require_ours(name)
     if name == ON_GPUS:
         return
-    found = below(name, False)
-    assert not any(op.startswith("cute_kernels::") for op in found)
-    assert found & {CASES[name].op, *PARTS.get(CASES[name].op, ())}
+    reached = below(name, False)
+    assert not any(op.startswith("cute_kernels::") for op in reached)
+    assert reached & {CASES[name].op, *PARTS.get(CASES[name].op, ())}
 
 
 @pytest.mark.parametrize("row", COVERED, ids=lambda row: row.op)
@@ -114,11 +114,11 @@ def test_a_sum_by_rows_is_noticed(monkeypatch):
 
 def test_a_product_by_its_place_in_the_batch_is_noticed(monkeypatch):
     def shifted(a, b, base, beta, alpha):
-        made = [ops.batched_product(a[i : i + 1], b[i : i + 1], base, beta, alpha)
+        products = [ops.batched_product(a[i : i + 1], b[i : i + 1], base, beta, alpha)
                 for i in range(len(a))]  # fmt: skip
-        if len(made) > 4:  # another order for the last of a large batch
-            made[-1] = (a[-1:].flip(-1).float() @ b[-1:].flip(-2).float()).to(a.dtype)
-        return torch.cat(made)
+        if len(products) > 4:  # another order for the last of a large batch
+            products[-1] = (a[-1:].flip(-1).float() @ b[-1:].flip(-2).float()).to(a.dtype)
+        return torch.cat(products)
 
     op = row_op("bmm", FP32)
     assert contract.check_population(op, 20, 7, [1, 3, 20])
@@ -142,13 +142,13 @@ def ours() -> list[torch.Tensor]:
         lambda x: ck.linear_logp(x, weight, target),
         lambda x: ck.block_sparse_attention(*[x[None, :, None]] * 3, causal=True),
     ]
-    made = []
+    results = []
     for call in calls:
         leaf = x.clone().requires_grad_()
         y = call(leaf)
         y.backward(torch.ones_like(y))
-        made += [y.detach(), leaf.grad]
-    return made
+        results += [y.detach(), leaf.grad]
+    return results
 
 
 def test_ops_of_ours_do_not_see_the_mode():
@@ -291,9 +291,9 @@ def test_attention_of_padded_sequences_is_that_of_each_alone():
         pad = (0, 0, before, after)
         longer = [F.pad(t, pad) for t in (q, k, v)]
         length = 21 + before + after
-        at = torch.arange(length)
-        real = (at >= before) & (at < before + 21)
-        mask = (at[:, None] >= at) & real & real[:, None]
+        index = torch.arange(length)
+        real = (index >= before) & (index < before + 21)
+        mask = (index[:, None] >= index) & real & real[:, None]
         got = attend(*longer, attn_mask=mask[None, None])
         assert same_bytes(got[:, :, before : before + 21], alone)
 
@@ -313,11 +313,11 @@ ROOMS = {
 @pytest.mark.parametrize(("sizes", "room"), ROOMS.items(), ids=str)
 def test_heads_are_filled_up_to_a_size_that_kernels_have(monkeypatch, sizes, room):
     """Without a bit of it in the values; a size that fits no room is torch's composition."""
-    given = []
+    sizes_of_calls = []
     true = api.block_sparse_attention
 
     def run(q, k, v, *args, **options):
-        given.append((q.shape[3], k.shape[3], v.shape[3]))
+        sizes_of_calls.append((q.shape[3], k.shape[3], v.shape[3]))
         return true(q, k, v, *args, **options)
 
     monkeypatch.setattr(api, "block_sparse_attention", run)
@@ -327,7 +327,7 @@ def test_heads_are_filled_up_to_a_size_that_kernels_have(monkeypatch, sizes, roo
     got = attend(q, k, v)
     want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     assert got.shape == want.shape and (got.double() - want).abs().max() < 2.0**-6
-    assert given == ([] if room is None else [(room, room, VALUE_DIMS[room])])
+    assert sizes_of_calls == ([] if room is None else [(room, room, VALUE_DIMS[room])])
 
 
 S = (2, 4, 21, 40)

@@ -81,16 +81,16 @@ def in_threads(work, *values) -> None:
 
 
 def test_a_thread_is_in_it_for_itself():
-    found = {}
+    states = {}
 
     def work(enter: bool) -> None:
         with ck.batch_invariant(strict=True) if enter else contextlib.nullcontext():
-            found[enter] = (mode.state(), is_ours())
+            states[enter] = (mode.state(), is_ours())
 
     with ck.batch_invariant():
         in_threads(work, False, True)
         assert mode.state() == ON
-    assert found == {False: (OFF, False), True: (STRICT, True)}
+    assert states == {False: (OFF, False), True: (STRICT, True)}
 
 
 def test_threads_that_enter_and_leave_do_not_meet():

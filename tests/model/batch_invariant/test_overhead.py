@@ -55,11 +55,11 @@ PASSING: dict[str, tuple[Callable, int]] = {
 def at_once(name: str):
     """Our op of a case returns at once."""
     _, owner, replaced = CASES[name]
-    made, calls = X.clone(), []
+    result, calls = X.clone(), []
 
     def ours(*args, **kwargs):
         calls.append(name)
-        return made
+        return result
 
     with ck.batch_invariant(), mock.patch.object(owner, replaced, ours):
         yield

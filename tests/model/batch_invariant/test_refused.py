@@ -39,9 +39,9 @@ def argument(kind: str, device: str, dtype: torch.dtype) -> object:
 def call(op, device: str, dtype: torch.dtype):
     """The op with tensors on a device that need not be here."""
     with FakeTensorMode():
-        given = {a.name: argument(str(a.type), device, dtype) for a in op._schema.arguments}
-        positional = [given[a.name] for a in op._schema.arguments if not a.kwarg_only]
-        named = {a.name: given[a.name] for a in op._schema.arguments if a.kwarg_only}
+        arguments = {a.name: argument(str(a.type), device, dtype) for a in op._schema.arguments}
+        positional = [arguments[a.name] for a in op._schema.arguments if not a.kwarg_only]
+        named = {a.name: arguments[a.name] for a in op._schema.arguments if a.kwarg_only}
         return op(*positional, **named)
 
 
@@ -118,11 +118,11 @@ NOT_REFUSED = {"bmm", "index_copy", "scatter", "median", "resize_"}
 def test_what_torch_documents_is_in_the_table():
     text = torch.use_deterministic_algorithms.__doc__
     listed = text[text.index("normally-nondeterministic") : text.index("In addition")]
-    found = re.findall(r"^ +\* :\w+:`torch\.(?:\w+\.)*(\w+)`", listed, re.M)
+    documented = re.findall(r"^ +\* :\w+:`torch\.(?:\w+\.)*(\w+)`", listed, re.M)
     known = {name for row in REFUSED for name in row.ops}
-    assert len(found) >= 35 and known >= DOCUMENTED.keys()
+    assert len(documented) >= 35 and known >= DOCUMENTED.keys()
     named = {name for names in DOCUMENTED.values() for name in names.split()}
-    missing = {*found} - named - known - NOT_REFUSED
+    missing = {*documented} - named - known - NOT_REFUSED
     assert not missing, f"torch documents {missing}: put them into the table"
 
 

@@ -90,21 +90,21 @@ def _changed(holder: object, names: list[str], make: Callable) -> object:
 
 def survivors(meshes: dict) -> list[str]:
     """Mutants that change nothing; degree 2."""
-    found = []
+    alive = []
     for family in ("llama", "qwen3", "mixtral"):
         net, want = cases.patched(family, meshes[2]), cases.of_one(family)
         for name, (kills, *mutant) in RUNS.items():
             if kills == family:
                 with _changed(*mutant):
                     if not cases.different(cases.results(net, brief=True), want):
-                        found.append(name)
+                        alive.append(name)
         if cases.different(cases.results(net, brief=True), want):
-            found.append(f"{family} without a mutant")
+            alive.append(f"{family} without a mutant")
     for name, (holder, attribute, make) in CUT.items():
         with _changed(holder, [attribute], make):
             net = cases.patched_anew("mixtral", meshes[2])
             if not cases.different(cases.results(net, brief=True), cases.of_one("mixtral")):
-                found.append(name)
+                alive.append(name)
     source, net = cases.model("mixtral"), cases.patched("mixtral", meshes[2])
     folder = cases.shared_folder()
     checkpoint.save(source.state_dict(), checkpoint_id=folder)
@@ -115,5 +115,5 @@ def survivors(meshes: dict) -> list[str]:
             checkpoint.load(net.state_dict(), checkpoint_id=folder)
         loaded = cases.whole(net.get_parameter(packed.GATE_UP))
         if same_bytes(loaded, source.get_parameter(packed.GATE_UP)):
-            found.append(name)
-    return found
+            alive.append(name)
+    return alive

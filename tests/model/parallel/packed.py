@@ -97,8 +97,8 @@ def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]
         for name, take in takers.items():
             _overwrite(net)
             take(net)
-            found = cases.wholes(net.state_dict())
-            out[f"{name} {layout}"] = cases.different(want, found)
+            weights = cases.wholes(net.state_dict())
+            out[f"{name} {layout}"] = cases.different(want, weights)
         out[f"clipped {layout}"] = optimizers.clipped(net)
         out[f"redistributed {layout}"] = _redistributed(net.get_parameter(GATE_UP).grad)
     return out

@@ -40,8 +40,8 @@ DEGREES = {
 def _differing(meshes: dict, night: bool) -> list[str]:
     degrees = cases.WORLDS[dist.get_world_size()]
     rows = [(name, d) for name, both in DEGREES.items() for d in both[night] if d in degrees]
-    found = {f"{name}_{degree}": cases.differing(name, meshes[degree]) for name, degree in rows}
-    return cases.failing(**found)
+    differing = {f"{name}_{degree}": cases.differing(name, meshes[degree]) for name, degree in rows}
+    return cases.failing(**differing)
 
 
 def every_commit(meshes: dict) -> list[str]:
@@ -55,8 +55,8 @@ def other_degrees(meshes: dict) -> list[str]:
 
 def eight_ranks(meshes: dict) -> list[str]:
     names = ("llama", "qwen3", "mixtral", "qwen3_moe")
-    found = {n: cases.differing(n, meshes[8], **cases.EIGHT_HEADS) for n in names}
-    return cases.failing(**found)
+    differing = {n: cases.differing(n, meshes[8], **cases.EIGHT_HEADS) for n in names}
+    return cases.failing(**differing)
 
 
 def another_mixture(meshes: dict) -> list[str]:
@@ -76,14 +76,14 @@ def whole_vocabulary(meshes: dict) -> list[str]:
     """97 entries are not cut at the edges of leaves: every rank has them; the report says so."""
     net = cases.model("llama", vocab_size=97)
     report = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
-    ids, found = families.ids(2, 9), []
+    ids, results = families.ids(2, 9), []
     for one in (cases.patched("llama", None, vocab_size=97), net):
         one.train()(ids, labels=ids, use_cache=False).loss.backward()
-        found.append({"logits": families.logits(one, ids), **cases.gradients(one)})
+        results.append({"logits": families.logits(one, ids), **cases.gradients(one)})
     return cases.failing(
         left=[part.part for part in report.left] == ["vocabulary"],
         whole=not any(p.is_shard() for p in net.lm_head.weight.placements),
-        differing=cases.different(*found),
+        differing=cases.different(*results),
     )
 
 
@@ -91,11 +91,11 @@ def static_cache(meshes: dict) -> list[str]:
     """Logits of generation with a static cache: those of one process."""
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     options |= {"cache_implementation": "static", "output_logits": True}
-    found = []
+    results = []
     for mesh in (None, meshes[2]):
         out = cases.patched("llama", mesh).generate(cases.tokens()[:, :7], **options)
-        found.append({"ids": out.sequences, "logits": torch.stack(out.logits)})
-    return cases.different(*found)
+        results.append({"ids": out.sequences, "logits": torch.stack(out.logits)})
+    return cases.different(*results)
 
 
 def fully_sharded(meshes: dict) -> list[str]:
@@ -113,7 +113,7 @@ def settings(meshes: dict) -> list[str]:
     """main_grad in two micro-batches, checkpointing, static caches, log-probs."""
     ids, wrong = cases.tokens(4), {}
     for family in ("llama", "qwen3"):
-        found = []
+        results = []
         for mesh in (None, meshes[2]):
             net = cases.patched(family, mesh, main_grad=True).train()
             for p in net.parameters():
@@ -122,9 +122,9 @@ def settings(meshes: dict) -> list[str]:
                 net(half, labels=half, use_cache=False, num_items_in_batch=70).loss.backward()
             assert all(p.grad is None for p in net.parameters())
             norm = {"norm": cases.clipped(net, main_grad=True)}
-            found.append(cases.wholes({n: p.main_grad for n, p in net.named_parameters()}) | norm)
-        wrong[family] = cases.different(*found)
-    found, options = [], {"max_new_tokens": 4, "do_sample": False}
+            results.append(cases.wholes({n: p.main_grad for n, p in net.named_parameters()}) | norm)
+        wrong[family] = cases.different(*results)
+    results, options = [], {"max_new_tokens": 4, "do_sample": False}
     for mesh in (None, meshes[2]):
         net = cases.patched("qwen3", mesh)
         out = {"static": net.generate(ids[:, :7], cache_implementation="static", **options)}
@@ -133,8 +133,8 @@ def settings(meshes: dict) -> list[str]:
         net.train().gradient_checkpointing_enable()
         net(ids, labels=ids, use_cache=False).loss.backward()
         out["largest"] = cases.clipped(net, 1e-3, norm_type=float("inf"))
-        found.append(out | cases.gradients(net))
-    return cases.failing(**wrong, others=cases.different(*found))
+        results.append(out | cases.gradients(net))
+    return cases.failing(**wrong, others=cases.different(*results))
 
 
 def compiled(meshes: dict) -> list[str]:
@@ -178,7 +178,7 @@ def _states(family: str, mesh) -> list[str]:
     wrong = cases.different(want, get_model_state_dict(net, options=cases.FULL))
     matrices = {n: p for n, p in net.named_parameters() if p.dim() > 1}
     halves = {n for n, p in matrices.items() if p.to_local().numel() * 2 == p.numel()}
-    kept = {n for n in matrices if n.endswith("mlp.gate.weight")}
+    whole = {n for n in matrices if n.endswith("mlp.gate.weight")}
     packed_right = True
     if family == "mixtral":
         packed_right = [r.by for r in report.replaced if r.part == "MixtralExperts"] == [EXPERTS]
@@ -197,7 +197,7 @@ def _states(family: str, mesh) -> list[str]:
     ck.unpatch(net)
     return cases.failing(
         loaded=wrong,
-        parts=halves == matrices.keys() - kept,
+        parts=halves == matrices.keys() - whole,
         packed=packed_right,
         copies=all(same),
         second_patch=again.complete,
@@ -237,12 +237,12 @@ def _loaded(meshes: dict, family: str, **sizes: object) -> list[str]:
     parts = [p.to_local() for p in net.parameters() if hasattr(p, "placements")]
     ends, net.generation_config.eos_token_id = net.generation_config.eos_token_id, None
     brief = family == "mixtral"
-    found = cases.results(net, brief)
+    results = cases.results(net, brief)
     return cases.failing(
         files=brief or len(list(folder.glob("*.safetensors"))) > 2,
         ends=ends == [5, 7],
         memory=len(parts) > 5 and all(t.untyped_storage().nbytes() == t.nbytes for t in parts),
-        differing=cases.different(found, cases.of_one(family, **sizes)),
+        differing=cases.different(results, cases.of_one(family, **sizes)),
     )
 
 
@@ -252,8 +252,8 @@ def loaded(meshes: dict) -> list[str]:
 
 def others_loaded(meshes: dict) -> list[str]:
     """Other families, and weights that are tied or not."""
-    found = {name: _loaded(meshes, name) for name in ("llama", "qwen3", "phi3", "olmo2")}
-    return cases.failing(**found, tied=_loaded(meshes, "llama", tie_word_embeddings=True))
+    differing = {name: _loaded(meshes, name) for name in ("llama", "qwen3", "phi3", "olmo2")}
+    return cases.failing(**differing, tied=_loaded(meshes, "llama", tie_word_embeddings=True))
 
 
 def transformers_loaded(meshes: dict) -> list[str]:

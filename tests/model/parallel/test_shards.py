@@ -51,10 +51,10 @@ def differing() -> list[str]:
             for coordinate in itertools.product(*map(range, sizes)):
                 mesh = Mesh(sizes, coordinate)
                 want = split_by_torch(whole, mesh, placements)
-                own = shards.boxes(shape, mesh, placements)
-                blocks = [whole[box.slices()] for box in own]
-                part = shards.joined(blocks, own)
-                views = [box.view(part) for box in own]
+                boxes = shards.boxes(shape, mesh, placements)
+                blocks = [whole[box.slices()] for box in boxes]
+                part = shards.joined(blocks, boxes)
+                views = [box.view(part) for box in boxes]
                 if not same_bytes(part, want) or not all(map(same_bytes, views, blocks)):
                     wrong.append(f"{shape} {sizes} {placements} {coordinate}")
     return wrong

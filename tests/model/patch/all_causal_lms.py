@@ -121,11 +121,11 @@ def config_of(kind: str):
         changed[name] = _constructor_settings(part) | layers[name]
     if "text_config" in parts:
         changed.pop("vocab_size", None)
-    made = CONFIG_MAPPING[kind](**changed)
+    config = CONFIG_MAPPING[kind](**changed)
     # Some causal LMs are the text part of a larger model, and take its config.
     wanted = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]).config_class
-    text = made.get_text_config()
-    return text if type(text) is wanted else made
+    text = config.get_text_config()
+    return text if type(text) is wanted else config
 
 
 def _one_layer_of_each(config) -> dict:

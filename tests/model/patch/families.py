@@ -146,8 +146,8 @@ def model(name: str, seed: int = 0, **settings: object) -> torch.nn.Module:
     """bf16, in evaluation; every parameter random, norms' and biases' as well."""
     config, differs = (FAMILIES | MIXTURES | HYBRIDS)[name]
     torch.manual_seed(seed)
-    made = getattr(transformers, config)(**{**_SIZES, **differs, **settings})
-    net = transformers.AutoModelForCausalLM.from_config(made)
+    tiny = getattr(transformers, config)(**{**_SIZES, **differs, **settings})
+    net = transformers.AutoModelForCausalLM.from_config(tiny)
     randomize(net)
     return net.to(torch.bfloat16).eval()
 

@@ -83,11 +83,11 @@ PATCH = [
 
 @pytest.mark.parametrize(("model", "options", "said"), PATCH)
 def test_patch(model, options, said):
-    made = model() if callable(model) and not isinstance(model, nn.Module | type) else model
+    net = model() if callable(model) and not isinstance(model, nn.Module | type) else model
     with raises(said):
-        ck.patch(made, **options)
-    if isinstance(made, nn.Module):
-        assert {state.kind_of(m) for m in made.modules()} == {None}
+        ck.patch(net, **options)
+    if isinstance(net, nn.Module):
+        assert {state.kind_of(m) for m in net.modules()} == {None}
 
 
 def test_others(monkeypatch):

@@ -227,11 +227,11 @@ def test_without_the_options_bytes_differ():
 def test_generate_with_a_static_cache(name):
     """transformers' decoding step, compiled, against eager with a dynamic cache."""
     net, tokens = patched(name), families.ids(2, 17)
-    given = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
-    want = net.generate(tokens, return_dict_in_generate=True, **given)
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    want = net.generate(tokens, return_dict_in_generate=True, **options)
     net.forward = torch.compile(net.forward, fullgraph=True, options=ck.compile_options())
-    given |= {"cache_implementation": "static", "disable_compile": True}
-    got = net.generate(tokens, return_dict_in_generate=True, **given)
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    got = net.generate(tokens, return_dict_in_generate=True, **options)
     assert same_bytes(got.sequences, want.sequences)
     assert all(same_bytes(a, b) for a, b in zip(got.logits, want.logits, strict=True))
 
@@ -241,9 +241,9 @@ def test_guards_on_a_model_stay():
     seen = []
 
     def keep(entries):
-        kept = ck.compile_options()["guard_filter_fn"](entries)
-        seen.append(([e.name for e in entries], kept))
-        return kept
+        flags = ck.compile_options()["guard_filter_fn"](entries)
+        seen.append(([e.name for e in entries], flags))
+        return flags
 
     ck.compile_options()["max_autotune"] = True
     assert "max_autotune" not in ck.compile_options()  # a caller's own
@@ -253,7 +253,7 @@ def test_guards_on_a_model_stay():
         for eps in (1e-6, 0.5):
             net.model.norm.variance_epsilon = eps
             assert same_bytes(run(tokens).logits, net(tokens).logits)
-    dropped = [name for names, kept in seen for name, k in zip(names, kept, strict=True) if not k]
+    dropped = [name for names, flags in seen for name, k in zip(names, flags, strict=True) if not k]
     assert len(dropped) > 100 and all("cute_kernels" in name for name in dropped)
     # The pre-hook of the patched model is looked at in a frame without a graph.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 == len(seen) - 1

@@ -382,10 +382,10 @@ def test_parts_that_are_skipped():
     trained = {"model.layers.0.mlp": True, "model.layers.1.mlp": True, "tower": False}
     assert report.complete and {one.name: one.trained for one in report.skipped} == trained
     assert "skipped (not promised):" in str(report)
-    found = {name: state.kind_of(m) for name, m in net.named_modules()}
+    kinds = {name: state.kind_of(m) for name, m in net.named_modules()}
     inside = ("tower.1", "model.layers.0.mlp.up_proj", "model.layers.0.mlp")
-    assert {found[name] for name in inside} == {None}
-    assert found["model.layers.0.self_attn.q_proj"] == "linear" and found["lm_head"] == "head"
+    assert {kinds[name] for name in inside} == {None}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "linear" and kinds["lm_head"] == "head"
     net.tower[1] = nn.Linear(4, 4).bfloat16()
     net.tower(torch.zeros(1, 4, 6).bfloat16())  # no guard in a part that was skipped
     net.model.norm = nn.LayerNorm(128).bfloat16()
@@ -497,9 +497,9 @@ def test_what_a_step_runs(make, name):
     require(report, reason.replace("LINE", str(step.__code__.co_firstlineno)))
     if reason:
         return
-    found = {one.name: one.by for one in report.replaced}
+    replaced = {one.name: one.by for one in report.replaced}
     if "reductions" in name:
-        assert "ck.batch_invariant" in found[PLACE] and all_causal_lms.differing(net) == []
+        assert "ck.batch_invariant" in replaced[PLACE] and all_causal_lms.differing(net) == []
 
 
 def test_steps_are_observed_in_a_reviewed_family_and_refused():

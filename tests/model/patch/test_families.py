@@ -70,15 +70,15 @@ SCORED = families.ids(2, 19)
 
 
 def labels() -> torch.Tensor:
-    found = SCORED.clone()
-    found[0, :6] = -100
-    return found
+    targets = SCORED.clone()
+    targets[0, :6] = -100
+    return targets
 
 
 @each
 def test_values(patched, name):
     """Loss, logits and gradients: about as near to float64 as those of the model in bf16."""
-    plain, found, every = tiny(name), {}, families.ids()
+    plain, results, every = tiny(name), {}, families.ids()
     nets = {"ours": patched(name)[0], "torch's": plain, "exact": families.exact(plain)}
     for kind, net in nets.items():
         logits = families.logits(net, every).double()
@@ -89,17 +89,17 @@ def test_values(patched, name):
         out.loss.backward()
         assert (out.logits is None) == (kind == "ours")
         gradients = {n: p.grad.double() for n, p in net.named_parameters()}
-        found[kind] = logits, tokens, out.loss.double(), gradients
+        results[kind] = logits, tokens, out.loss.double(), gradients
         net.eval()
-    ours, torchs = (found[kind][0] - found["exact"][0] for kind in ("ours", "torch's"))
+    ours, torchs = (results[kind][0] - results["exact"][0] for kind in ("ours", "torch's"))
     assert 0 < ours.norm() <= 1.1 * torchs.norm()
     assert ours.abs().max() <= 2 * torchs.abs().max()
-    want, near = found["exact"][1], found["torch's"][1]
+    want, near = results["exact"][1], results["torch's"][1]
     distance = (near - want)[want != 0].abs().mean()
-    assert (found["ours"][2] - found["exact"][2]).abs() <= 1.25 * distance
-    for parameter, exact in found["exact"][3].items():
+    assert (results["ours"][2] - results["exact"][2]).abs() <= 1.25 * distance
+    for parameter, exact in results["exact"][3].items():
         errors = [
-            (found[kind][3][parameter] - exact).norm() / exact.norm()
+            (results[kind][3][parameter] - exact).norm() / exact.norm()
             for kind in ("ours", "torch's")
         ]
         assert errors[0] <= 1.25 * errors[1] + 5e-3, parameter
@@ -185,9 +185,9 @@ def test_every_gradient_into_main_grad(name, shared):
             parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
     if shared and not report.main_grad_shared:
         return
-    found = ck.audit(net, sequences(), transforms=["micro_batches", "gradient_repeat"])
-    assert found.ok, str(found)
-    named = {(one.transform, one.name) for one in found.information}
+    audit = ck.audit(net, sequences(), transforms=["micro_batches", "gradient_repeat"])
+    assert audit.ok, str(audit)
+    named = {(one.transform, one.name) for one in audit.information}
     want = [f"{one}.main_grad" for one in report.main_grad_shared] if shared else []
     assert named == set(itertools.product(["micro_batches"], want))
 
@@ -234,7 +234,7 @@ def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
     monkeypatch.setattr(
         layers.rowwise,
         "rotary_table",
-        lambda at, *rest: table(at - at.min() + at.shape[1], *rest),
+        lambda positions, *rest: table(positions - positions.min() + positions.shape[1], *rest),
     )
     net = families.model("llama")
     ck.patch(net)

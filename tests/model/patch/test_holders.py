@@ -371,14 +371,14 @@ def test_calls_that_say_more_have_spans(calls):
 @torch.no_grad()
 def test_a_cache_that_the_model_makes(name, calls):
     """The prompt, and a token behind it, which has spans."""
-    net, found = families.model(name, num_hidden_layers=1), []
+    net, results = families.model(name, num_hidden_layers=1), []
     ck.patch(net, strict=True)
-    for given in ({}, POSITIONS):
-        prompt = net(TOKENS, use_cache=True, **given)
+    for inputs in ({}, POSITIONS):
+        prompt = net(TOKENS, use_cache=True, **inputs)
         token = net(TOKENS[:, :1], use_cache=True, past_key_values=prompt.past_key_values)
-        found.append((prompt.logits, token.logits))
+        results.append((prompt.logits, token.logits))
     assert calls == ["causal_attention"] + ["sequence_attention"] * 3
-    assert all(map(same_bytes, *found))
+    assert all(map(same_bytes, *results))
     q, k = torch.zeros(1, 2, 3, 64).bfloat16(), torch.zeros(1, 2, 5, 64).bfloat16()
     with pytest.raises(ArgumentValueError, match="attention_mask"):  # more keys than queries
         integration.attention(torch.nn.Module(), q, k, k, integration.whole_sequences())

@@ -72,14 +72,14 @@ def test_hooks_are_observed(kind):
 
 def test_hooks_that_look_or_keep_to_the_row():
     """What they add up is not the model's, and what they keep is not from the observation."""
-    net, kept = llama(), []
+    net, sums = llama(), []
     part = net.get_submodule(PLACE)
-    part.register_forward_hook(lambda mod, args, y: kept.append(y.float().mean().item()))
+    part.register_forward_hook(lambda mod, args, y: sums.append(y.float().mean().item()))
     part.register_forward_hook(lambda mod, args, y: y * 2)
-    assert ck.patch(net, strict=True).complete and kept == []
+    assert ck.patch(net, strict=True).complete and sums == []
     tokens = families.ids(2, 17)
     both, alone = families.logits(net, tokens), families.logits(net, tokens[1:])
-    assert len(kept) == 2 and same_bytes(both[1:], alone)
+    assert len(sums) == 2 and same_bytes(both[1:], alone)
 
 
 #: Hooks that change what comes out: another tensor, and the same one.
@@ -239,8 +239,8 @@ KEYWORDS = {
 @pytest.mark.parametrize("which", KEYWORDS)
 def test_steps_of_a_cache_are_followed(which):
     step, name, known = KEYWORDS[which]
-    ((at, text),) = moving(changed(granite, step, place="model.layers.0", keywords=True))
-    assert at == name and known in text
+    ((place, text),) = moving(changed(granite, step, place="model.layers.0", keywords=True))
+    assert place == name and known in text
 
 
 def test_the_longest_mask_of_a_batch_is_named():
@@ -271,5 +271,5 @@ def test_functions_put_into_reviewed_files_are_observed(monkeypatch):
     ):
         with monkeypatch.context() as changed_file:
             changed_file.setattr(holder, name, function)
-            assert any(named in at for at, _ in moving(llama()))
+            assert any(named in place for place, _ in moving(llama()))
     assert ck.patch(llama(), strict=True).ran == ()

@@ -145,8 +145,8 @@ def test_packs_of_every_kind(patched, name):
     ids = torch.cat(parts, 1)
     positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     lengths = torch.tensor([0, 19, 89, 122], dtype=torch.int32)
-    told = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
-    for batch, inputs in ((1, {}), (2, {}), (1, told)):
+    by_lengths = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    for batch, inputs in ((1, {}), (2, {}), (1, by_lengths)):
         rows = ids.expand(batch, -1)
         out = families.logits(net, rows, position_ids=positions.expand(batch, -1), **inputs)
         pieces = out[batch - 1 :].split([19, 70, 33], 1)
@@ -216,15 +216,15 @@ def test_audits(name):
     net = families.model(name)
     report = ck.patch(net, strict=True, main_grad=True)
     sequences = [families.ids(1, length, seed=length)[0] for length in (19, 70, 33)]
-    found = ck.audit(net, sequences)
-    assert found.ok, str(found)
+    audit = ck.audit(net, sequences)
+    assert audit.ok, str(audit)
     # Zamba2 has one block of attention in several layers: their sums are not promised.
     others = {*report.main_grad_left, *report.main_grad_shared}
     for key, parameter in net.named_parameters():
         parameter.requires_grad_(key not in others)
         parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
-    found = ck.audit(net, sequences, transforms=["micro_batches", "gradient_repeat"])
-    assert found.ok and not found.information, str(found)
+    audit = ck.audit(net, sequences, transforms=["micro_batches", "gradient_repeat"])
+    assert audit.ok and not audit.information, str(audit)
 
 
 # ---- the way back, and refusals ------------------------------------------------------------------

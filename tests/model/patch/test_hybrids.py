@@ -248,7 +248,7 @@ def test_what_transformers_does_to_a_layer():
     layer, order = cache.layers[0], [2, 1, 1, 0]
     assert layer.is_croppable and not layer.is_compileable and layer.batch == 3
     assert layer.record[0].length.tolist() == [70, 50, 70]
-    kept = copy.deepcopy(cache)
+    copied = copy.deepcopy(cache)
     layer.reorder_cache(torch.tensor([2, 1, 0]))
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([0, 2, 3, 5]))
@@ -259,7 +259,7 @@ def test_what_transformers_does_to_a_layer():
         alone = x[first : first + 1, 20 * (first == 1) :]
         want = through(mixer, torch.cat([alone, rest[b : b + 1]], 1), [], None)[:, -3:]
         assert same_bytes(out[b : b + 1], want)
-    again = through(mixer, rest[:3], [], kept)
+    again = through(mixer, rest[:3], [], copied)
     assert same_bytes(again[1:2], out[1:2])
     layer.reset()
     assert same_bytes(through(mixer, x[:2], [], cache), through(mixer, x[:2], [], None))

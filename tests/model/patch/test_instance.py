@@ -162,8 +162,8 @@ def test_a_cap_that_is_not_applied_is_not_named():
     assert not caps(ck.patch(gemma(**none), strict=True))
     net = families.model("gemma3", attn_logit_softcapping=50.0)
     assert net.model.layers[0].self_attn.attn_logit_softcapping == 50.0
-    found = caps(ck.patch(net, strict=True))
-    assert {part for _, part, _ in found} == {"Gemma3ForCausalLM: soft cap 20 of logits"}
+    capped = caps(ck.patch(net, strict=True))
+    assert {part for _, part, _ in capped} == {"Gemma3ForCausalLM: soft cap 20 of logits"}
 
 
 # ---- around ours --------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def test_what_a_wrapper_runs_and_what_it_may_run_is_said():
     attend, multiply = attention.forward, mlp.forward
 
     def attending(*args, **kwargs):
-        found, weights = attend(*args, **kwargs)
-        return found * found.softmax(-1).sum(-1, keepdim=True), weights
+        out, weights = attend(*args, **kwargs)
+        return out * out.softmax(-1).sum(-1, keepdim=True), weights
 
     def multiplying(x, summed=False):
         return multiply(x).cumsum(1) if summed else multiply(x)
@@ -439,11 +439,11 @@ def test_logits_behind_a_setting_that_nobody_knows():
 # ---- mutants ------------------------------------------------------------------------------------
 
 
-def way_past_ours(made):
+def way_past_ours(make):
     """Ours names the author's as what it wraps."""
 
     def wrapping(ours, author, described):
-        forward = made(ours, author, described)
+        forward = make(ours, author, described)
         forward.__wrapped__ = author
         return forward
 

@@ -92,14 +92,14 @@ def test_generate(name, kind):
     """Greedy tokens and their logits: in a batch with padding on the left, and alone."""
     net = families.model(name)
     ck.patch(net)
-    given = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
-    given |= {"return_dict_in_generate": True, "cache_implementation": kind}
-    given |= {"disable_compile": True}
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "cache_implementation": kind}
+    options |= {"disable_compile": True}
     short = TOKENS[:1, 5:]
     mask = torch.ones_like(TOKENS)
     mask[0, :5] = 0
-    batch = net.generate(TOKENS * mask, attention_mask=mask, **given)
-    alone = net.generate(short, attention_mask=torch.ones_like(short), **given)
+    batch = net.generate(TOKENS * mask, attention_mask=mask, **options)
+    alone = net.generate(short, attention_mask=torch.ones_like(short), **options)
     assert same_bytes(batch.sequences[:1, 17:], alone.sequences[:, 12:])
     for one, other in zip(batch.logits, alone.logits, strict=True):
         assert same_bytes(one[:1], other)

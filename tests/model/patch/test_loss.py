@@ -17,9 +17,9 @@ TOKENS = families.ids(2, 19)
 
 
 def labels() -> torch.Tensor:
-    found = TOKENS.clone()
-    found[0, :6] = -100
-    return found
+    targets = TOKENS.clone()
+    targets[0, :6] = -100
+    return targets
 
 
 def patched(name: str = "llama") -> torch.nn.Module:
@@ -71,10 +71,10 @@ def test_items_in_batch_shifted_labels_and_tuples():
         items = torch.tensor(count)
         total = net(TOKENS, labels=labels(), num_items_in_batch=items, use_cache=False).loss
         shifted = F.pad(labels()[:, 1:], (0, 1), value=-100)
-        given = net(TOKENS, labels=labels(), shift_labels=shifted, use_cache=False).loss
+        by_shifted = net(TOKENS, labels=labels(), shift_labels=shifted, use_cache=False).loss
         first, *_ = net(TOKENS, labels=labels(), use_cache=False, return_dict=False)
         placed = net(TOKENS, None, None, None, None, labels(), False).loss
-    for other in (total, given, first, placed):
+    for other in (total, by_shifted, first, placed):
         assert same_bytes(mean, other)
 
 
@@ -83,7 +83,7 @@ def test_the_order_of_the_head():
     net = families.model("llama", vocab_size=600).float().train()
     shape = (*TOKENS.shape, net.config.hidden_size)
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-    found = {}
+    gradients = {}
     for order in ("chain", "tree"):
         ck.patch(net, order=order)
         mine, direct = (hidden.clone().requires_grad_() for _ in range(2))
@@ -94,8 +94,8 @@ def test_the_order_of_the_head():
         logps = ck.linear_logp(direct[:, :-1], weight, TOKENS[:, 1:], order=order)
         (-logps.sum() / TOKENS[:, 1:].numel()).backward()
         assert same_bytes(mine.grad[:, :-1], direct.grad[:, :-1])
-        found[order] = mine.grad
-    assert not same_bytes(found["chain"], found["tree"])
+        gradients[order] = mine.grad
+    assert not same_bytes(gradients["chain"], gradients["tree"])
 
 
 def test_logits_only():

@@ -205,7 +205,7 @@ def test_weights_that_are_all_alike_do_not_matter():
 def test_a_module_is_probed_without_touching_it():
     """Its hooks stay silent, its parameters and the random state of torch as they were."""
     module, called = nn.LayerNorm(D), []
-    module.register_forward_hook(lambda *given: called.append(given))
+    module.register_forward_hook(lambda *args: called.append(args))
     before, random = module.weight.clone(), torch.get_rng_state()
     formula.norm_rule(module)
     assert called == [] and same_bytes(module.weight, before)

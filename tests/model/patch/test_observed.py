@@ -99,8 +99,8 @@ def runs(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = all_causal_lms.logits(net, tokens, attention_mask=mask, position_ids=positions)
     out = {"logits": logits[mask.bool()], "embeddings": all_causal_lms.gradient(net, tokens)}
-    kept = {n: p.grad for n, p in net.named_parameters() if ".gate" in n or ".experts." in n}
-    return out | {n: g for n, g in kept.items() if g is not None}
+    gradients = {n: p.grad for n, p in net.named_parameters() if ".gate" in n or ".experts." in n}
+    return out | {n: g for n, g in gradients.items() if g is not None}
 
 
 #: A rotary embedding in fp32 and one before it; BERT's; keys of one head; mixtures of experts.

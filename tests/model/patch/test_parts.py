@@ -28,14 +28,14 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_the_order_of_linears_is_an_argument():
     """K of 300 has more leaves than one."""
     net, conv = nn.Linear(300, 24), Conv1D(24, 300)
-    given, weights = x(3, 300), (net.weight, conv.weight.mT)
+    inputs, weights = x(3, 300), (net.weight, conv.weight.mT)
     for order, other in (("tree", "chain"), ("chain", "tree")):
         for module, weight in zip((net, conv), weights, strict=True):
             ck.patch(module, order=order, strict=True)
-            y = module(given)
-            assert same_bytes(y, ck.linear(given, weight, module.bias, order=order))
-            assert not same_bytes(y, ck.linear(given, weight, module.bias, order=other))
-    conv(given).sum().backward()
+            y = module(inputs)
+            assert same_bytes(y, ck.linear(inputs, weight, module.bias, order=order))
+            assert not same_bytes(y, ck.linear(inputs, weight, module.bias, order=other))
+    conv(inputs).sum().backward()
     assert conv.weight.grad.shape == (300, 24)
 
 
@@ -109,13 +109,13 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("names", ACTIVATIONS)
 def test_activations(names):
-    given = x(5, 33, dtype=torch.bfloat16)
+    inputs = x(5, 33, dtype=torch.bfloat16)
     for name in names.split():
         net = transformers.activations.ACT2FN[name]
-        before = net(given).double()
+        before = net(inputs).double()
         assert len(ck.patch(net, strict=True).replaced) == 1
-        assert same_bytes(net(given), ACTIVATIONS[names](given))
-        assert (net(given).double() - before).abs().max() <= 2.0**-6 * before.abs().max()
+        assert same_bytes(net(inputs), ACTIVATIONS[names](inputs))
+        assert (net(inputs).double() - before).abs().max() <= 2.0**-6 * before.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
@@ -205,7 +205,7 @@ class Double(nn.Module):
 @pytest.mark.parametrize("first", ["patch", "parametrization"])
 def test_parametrizations(first):
     """Before and after the patch; both can be taken back in any order."""
-    net, given = nn.Linear(16, 16, bias=False), x(3, 16)
+    net, inputs = nn.Linear(16, 16, bias=False), x(3, 16)
     weight = net.weight.detach().clone()
     steps = [
         lambda: ck.patch(net),
@@ -213,9 +213,9 @@ def test_parametrizations(first):
     ]
     for step in steps if first == "patch" else reversed(steps):
         step()
-    assert same_bytes(net(given), ck.linear(given, weight * 2)) and isinstance(net, nn.Linear)
+    assert same_bytes(net(inputs), ck.linear(inputs, weight * 2)) and isinstance(net, nn.Linear)
     parametrize.remove_parametrizations(net, "weight", leave_parametrized=False)
-    assert same_bytes(net(given), ck.linear(given, weight))
+    assert same_bytes(net(inputs), ck.linear(inputs, weight))
     ck.unpatch(net)
     assert type(net) is nn.Linear and same_bytes(net.weight, weight)
 
@@ -241,11 +241,11 @@ def test_main_grad(name):
     biases = {n for n, _ in net.named_parameters() if n.endswith("bias") and "norm" not in n}
     assert set(report.main_grad_left) == biases
     step()
-    for at, parameter in net.named_parameters():
-        assert (parameter.grad is None) == (at not in biases) == parameter.main_grad.any(), at
-        if at not in biases:
-            gap = (parameter.main_grad - want[at]).abs().max()
-            assert gap <= 2.0**-7 * want[at].abs().max(), at
+    for key, parameter in net.named_parameters():
+        assert (parameter.grad is None) == (key not in biases) == parameter.main_grad.any(), key
+        if key not in biases:
+            gap = (parameter.main_grad - want[key]).abs().max()
+            assert gap <= 2.0**-7 * want[key].abs().max(), key
 
 
 def test_main_grads_keep_their_bytes_in_micro_batches():
@@ -255,11 +255,11 @@ def test_main_grads_keep_their_bytes_in_micro_batches():
     """
     net = families.model("llama").train()
     ck.patch(net, main_grad=True)
-    tokens, found = families.ids(4, part_rows(128)), []
+    tokens, sums = families.ids(4, part_rows(128)), []
     for cut in (1, 2, 4):
         families.give_main_grads(net)
         for part in tokens.split(cut):
             net(part, labels=part, use_cache=False, num_items_in_batch=500).loss.backward()
-        found.append({n: p.main_grad for n, p in net.named_parameters()})
-    for other in found[1:]:
-        assert [n for n in other if not same_bytes(other[n], found[0][n])] == []
+        sums.append({n: p.main_grad for n, p in net.named_parameters()})
+    for other in sums[1:]:
+        assert [n for n in other if not same_bytes(other[n], sums[0][n])] == []

@@ -119,19 +119,19 @@ def test_other_models_are_named():
     report = ck.patch(net, main_grad=True)
     assert report.main_grad_broadcast == ("pos_embed.weight",) and "pos_embed" in str(report)
     families.give_main_grads(net)
-    found = ck.audit(net, families.ids(5, 16), transforms=["micro_batches"])
-    assert found.ok and {one.tensor for one in found.information} == {"pos_embed.weight.main_grad"}
+    audit = ck.audit(net, families.ids(5, 16), transforms=["micro_batches"])
+    assert audit.ok and {one.tensor for one in audit.information} == {"pos_embed.weight.main_grad"}
     assert ck.patch(net).main_grad_broadcast == ()
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertModel"])
 def test_positions_that_are_looked_up_once_are_noticed(name, monkeypatch):
     """The mutant: the model's own position_ids."""
-    given = authors._for_each_sequence
+    true = authors._for_each_sequence
     monkeypatch.setattr(authors, "_for_each_sequence", lambda of: of.get("position_ids"))
     net, parameter = model(name)
     ck.patch(net, main_grad=True)
     want = main_grad(net, parameter, 1)
     assert not same_bytes(main_grad(net, parameter, 2), want)
-    monkeypatch.setattr(authors, "_for_each_sequence", given)
+    monkeypatch.setattr(authors, "_for_each_sequence", true)
     assert not same_bytes(main_grad(net, parameter, 1), want)
