@@ -20,6 +20,8 @@ from .plan import TRITON, Tile, TritonPlan
 _ALIGN = 16
 _ROWS = "a last stride of 1, the others multiples of 16, the address of 16 bytes"
 _NAME = "block_sparse_attention"
+#: Keys of a word of bits.
+_WORD = 32
 _ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -50,10 +52,11 @@ def forward(
             *(_strides(t) for t in (q, k, v)),
             *_sizes(q, k),
             **_mask_rows(mask),
-            **_rule(mask, scale, softcap, dtype, interpret),
+            **_rule(mask),
+            **_scores(scale, softcap, dtype, interpret),
             **_dims(q, v, plan),
             STEPS=BLOCK[1] // plan.forward.block_n,
-            WIDE=_words(plan.forward),
+            WIDE=cdiv(plan.forward.block_n, _WORD),
             **_compiled(plan, plan.forward),
         )
     return out.to(dtype), lse
@@ -105,7 +108,8 @@ def ordered_sums(
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         operands = (q, k, v, dout, lse, delta)
         common = {
-            **_rule(mask, scale, softcap, dtype, interpret),
+            **_rule(mask),
+            **_scores(scale, softcap, dtype, interpret),
             **_dims(q, v, plan),
             "scale": scale,
             "INNER": inner,
@@ -122,7 +126,7 @@ def ordered_sums(
             STEPS=BLOCK[0] // plan.dkdv.block_m,
             LISTS=heads // k.shape[2] // inner,
             **common,
-            WIDE=_words(plan.dkdv),
+            WIDE=cdiv(plan.dkdv.block_n, _WORD),
             **_compiled(plan, plan.dkdv),
         )
         kernels.dq_kernel[(cdiv(q_len, plan.dq.block_m) * batch * heads,)](
@@ -133,7 +137,7 @@ def ordered_sums(
             **_mask_rows(mask),
             **common,
             STEPS=BLOCK[1] // plan.dq.block_n,
-            WIDE=_words(plan.dq),
+            WIDE=cdiv(plan.dq.block_n, _WORD),
             **_compiled(plan, plan.dq),
         )
     return dq, dk, dv, delta
@@ -204,16 +208,8 @@ def _mask_rows(mask: LoweredMask) -> dict[str, int]:
     return {"LISTED": listed, "mask_b": step_b, "mask_h": step_h}
 
 
-def _rule(
-    mask: LoweredMask, scale: float, softcap: float, dtype: torch.dtype, interpret: bool
-) -> dict[str, object]:
-    """The element rule, and the scores: see ``_product``."""
-    return {
-        "lo": mask.lo,
-        "hi": mask.hi,
-        "FORM": mask.form,
-        **_scores(scale, softcap, dtype, interpret),
-    }
+def _rule(mask: LoweredMask) -> dict[str, object]:
+    return {"lo": mask.lo, "hi": mask.hi, "FORM": mask.form}
 
 
 def _scores(scale: float, softcap: float, dtype: torch.dtype, interpret: bool) -> dict[str, object]:
@@ -249,8 +245,3 @@ def _options(plan: TritonPlan, tile: Tile) -> dict[str, int | bool]:
         options["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim
         options["kpack"] = plan.hip_kpack
     return options
-
-
-def _words(tile: Tile) -> int:
-    """int32 words of bits that the keys of a step lie in."""
-    return cdiv(tile.block_n, 32)
