@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/norm": (3316, ""),
     "cute_kernels/rowwise": (2531, "parameters of kernels one on a line"),
     "cute_kernels/runtime": (3468, "checks, and Triton tiles of gemm, moe and attention, once"),
-    "cute_kernels/sparse_attn": (13453, ""),
+    "cute_kernels/sparse_attn": (13444, ""),
     "docs": (59909, ""),
     "perf": (13430, ""),
     "ptxsim": (6335, ""),
@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/rowwise": (2355, ""),
     "tests/runtime": (2121, ""),
     "tests/schedulers": (4447, ""),
-    "tests/sparse_attn": (11599, "Ranges against their rule, query by query"),
+    "tests/sparse_attn": (11588, "Ranges against their rule, query by query"),
     "tests/verify": (2751, ""),
     "verify": (2941, "code of a file once a text"),
 }

@@ -102,11 +102,11 @@ MASKS = {
 HEADS = ((1, 1, 1), (2, 4, 2), (1, 3, 1))
 
 
-def forward(given: Problem, mask: BlockMask | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: Problem, mask: BlockMask | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the op."""
     with torch.no_grad():
         return ck.block_sparse_attention(
-            given.q, given.k, given.v, mask or given.mask, softcap=given.softcap, return_lse=True
+            x.q, x.k, x.v, mask or x.mask, softcap=x.softcap, return_lse=True
         )
 
 
@@ -122,27 +122,27 @@ def one_kernel(q, k, v, spans=None, *, scale=None, softcap: float = 0.0, sinks=N
     return launch.plan_one_kernel(*operands).run(*operands)
 
 
-def gradients(given: Problem, schedule="auto", deterministic=True, lse=False):
+def gradients(x: Problem, schedule="auto", deterministic=True, lse=False):
     """(dq, dk, dv) of the op; ``lse``: with a gradient of lse too."""
-    leaves = [t.detach().requires_grad_() for t in (given.q, given.k, given.v)]
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
     outputs = ck.block_sparse_attention(
         *leaves,
-        given.mask,
-        softcap=given.softcap,
+        x.mask,
+        softcap=x.softcap,
         schedule=schedule,
         deterministic=deterministic,
         return_lse=True,
     )
     if lse:
-        return torch.autograd.grad(outputs, leaves, (given.dout, given.dlse))
-    return torch.autograd.grad(outputs[:1], leaves, given.dout)
+        return torch.autograd.grad(outputs, leaves, (x.dout, x.dlse))
+    return torch.autograd.grad(outputs[:1], leaves, x.dout)
 
 
-def exact(given: Problem, lse: bool = False):
+def exact(x: Problem, lse: bool = False):
     """((out, lse, dq, dk, dv) in float64, their bounds)."""
-    operands, dlse = (given.q, given.k, given.v), given.dlse if lse else None
-    scores = reference.Scores(softcap=given.softcap)
-    return against_float64.exact(operands, given.mask.to_dense(), given.dout, dlse, scores)
+    operands, dlse = (x.q, x.k, x.v), x.dlse if lse else None
+    scores = reference.Scores(softcap=x.softcap)
+    return against_float64.exact(operands, x.mask.to_dense(), x.dout, dlse, scores)
 
 
 def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> None:

@@ -152,14 +152,14 @@ def listed(lists, *, q_len=3 * BLOCK, bits=False, shape=(1, 2, 1, 64), seed=7) -
     return case(BlockMask.from_dense(allowed), shape, seed=seed)
 
 
-def by_two(given: Case, **options) -> tuple:
+def by_two(inputs: Case, **options) -> tuple:
     """Run a case as `run` does, by two consumers."""
     true = config.configure_forward
     two = mock.patch.object(
         config, "configure_forward", lambda *key: replace(true(*key), consumers=2)
     )
     with two:
-        return run(given, **options)
+        return run(inputs, **options)
 
 
 # ---- the kernel's order --------------------------------------------------------------------------

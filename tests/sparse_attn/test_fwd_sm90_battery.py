@@ -28,9 +28,9 @@ pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 SEED = 7
 
 
-def on_card(given: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def on_card(inputs: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) with the truncating adder of the card, as far as it is known."""
-    return run(given, wgmma_math="hopper")
+    return run(inputs, wgmma_math="hopper")
 
 
 def same(got, want, label="", rows=slice(None)) -> None:
@@ -51,14 +51,14 @@ def sequences(mask: str) -> battery.SequenceOp:
     return battery.SequenceOp(mask, attend, battery.MASKS[mask], {})
 
 
-def with_neighbours(given: Case) -> dict[str, Case]:
+def with_neighbours(inputs: Case) -> dict[str, Case]:
     """NaN, Inf and huge values in all that rows 40 to 60 of head 0 do not see."""
-    rows, visible = slice(40, 60), given.allowed[0, 0, 40:60].any(0)
-    visited = given.allowed[0, 0, :128].any(0).view(-1, 128).any(1).repeat_interleave(128)
+    rows, visible = slice(40, 60), inputs.allowed[0, 0, 40:60].any(0)
+    visited = inputs.allowed[0, 0, :128].any(0).view(-1, 128).any(1).repeat_interleave(128)
     assert not visible.all() and not visited.all()
     cases = {}
     for label, value in (("nan", math.nan), ("inf", math.inf), ("huge", 3e38)):
-        q, k, v = given.q.clone(), given.k.clone(), given.v.clone()
+        q, k, v = inputs.q.clone(), inputs.k.clone(), inputs.v.clone()
         other = torch.ones(q.shape[1], dtype=torch.bool)
         other[rows] = False
         q[:, other], q[:, :, 1:] = value, value
@@ -66,7 +66,7 @@ def with_neighbours(given: Case) -> dict[str, Case]:
         # P = 0 times V: where the tile's blocks reach, V must be finite.
         v[:, ~visible] = 3e38
         v[:, ~visited] = value
-        cases[label] = dataclasses.replace(given, q=q, k=k, v=v)
+        cases[label] = dataclasses.replace(inputs, q=q, k=k, v=v)
     return cases
 
 

@@ -122,9 +122,9 @@ def test_values_of_others_stay_out(name):
 FEW = (1, 2, 3, 7)
 
 
-def tiles_of(given: Case) -> int:
-    rows = configure_forward("bf16", given.q.shape[3], "none").rows
-    return given.q.shape[0] * given.q.shape[2] * -(-given.q.shape[1] // rows)
+def tiles_of(inputs: Case) -> int:
+    rows = configure_forward("bf16", inputs.q.shape[3], "none").rows
+    return inputs.q.shape[0] * inputs.q.shape[2] * -(-inputs.q.shape[1] // rows)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -44,10 +44,10 @@ RUNS = [
 SKIPS = ("alternate", "away for long", "held while another skips")
 
 
-def masked_nan(given: Case) -> Case:
+def masked_nan(inputs: Case) -> Case:
     """NaN in the keys that no row sees."""
-    given.k[:, ~given.allowed[0].any(0).any(0)] = math.nan
-    return given
+    inputs.k[:, ~inputs.allowed[0].any(0).any(0)] = math.nan
+    return inputs
 
 
 def full_tail(q_len: int, kv_len: int) -> Case:

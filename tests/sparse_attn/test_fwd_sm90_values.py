@@ -33,10 +33,10 @@ FORMS = {"full": "none", "causal": "band", "window": "band"}
 LENGTHS = [(1, 1), (63, 129), (129, 63), (383, 383), (1, 383)]
 
 
-def check_bounds(given: Case, *results) -> None:
-    allowed, scores = given.allowed, reference.Scores(given.scale, given.softcap)
-    operands = given.q, given.k, given.v
-    want = reference.attention(*operands, allowed, scale=given.scale, softcap=given.softcap)
+def check_bounds(inputs: Case, *results) -> None:
+    allowed, scores = inputs.allowed, reference.Scores(inputs.scale, inputs.softcap)
+    operands = inputs.q, inputs.k, inputs.v
+    want = reference.attention(*operands, allowed, scale=inputs.scale, softcap=inputs.softcap)
     none = torch.zeros_like(want[0])
     bounds = reference.error_bounds(*operands, none, allowed, scores=scores)
     for result in results:
@@ -46,8 +46,8 @@ def check_bounds(given: Case, *results) -> None:
         assert (contract.bits(empty) == 0).all()
 
 
-def check_bytes(given: Case, out, lse) -> None:
-    want, want_lse = chain(given)
+def check_bytes(inputs: Case, out, lse) -> None:
+    want, want_lse = chain(inputs)
     assert contract.same_bytes(out, want)
     assert contract.same_bytes(lse, want_lse)
 
