@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/gemm": (4790, ""),
     "tests/integrations": (10439, ""),
     "tests/kernels": (373, ""),
-    "tests/linear_attn": (5418, "a system"),
+    "tests/linear_attn": (5420, "a system"),
     "tests/logp": (5712, ""),
     "tests/mhc": (6705, ""),
     "tests/model": (11336, ""),

@@ -195,16 +195,18 @@ def test_killed(engine, check, edits):
 
 
 @pytest.mark.parametrize("given", [PACK, BATCH], ids=["pack", "batch"])
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("target", TARGETS)
-def test_code(target, given):
+def test_code(target, passes, given):
     """No atomics, nothing fused, offsets of 64 bits, no spills, in every target."""
     o = operands(given)
 
     def call() -> None:
-        backward(SELECTIVE.launch, given, o, forward(SELECTIVE.launch, given, o))
+        of = forward(SELECTIVE.launch, given, o)
+        if passes == 2:
+            backward(SELECTIVE.launch, given, o, of)
 
     kernels = SELECTIVE.compiled(target, call)
-    assert {kernel.name for kernel in kernels} == set(SELECTIVE.written)
-    assert {kernel.name: complaints(kernel) for kernel in kernels} == {
-        kernel.name: [] for kernel in kernels
-    }
+    names = {kernel.name for kernel in kernels}
+    assert names == set(SELECTIVE.written) if passes == 2 else names < set(SELECTIVE.written)
+    assert {kernel.name: complaints(kernel) for kernel in kernels} == {name: [] for name in names}
