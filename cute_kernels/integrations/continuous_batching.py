@@ -222,7 +222,7 @@ def _score(method: Callable, self: object, scores: torch.Tensor, output_ids: tor
     output_ids[1, : scores.shape[1]].copy_(drawn.view(torch.int32))
 
 
-#: What is wrapped: (module, class, method) -> the function, whose parameters it has to have.
+#: Wrapped methods: (module, class, method) -> our function; the method must have its parameters.
 _WRAPPED = {
     ("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn"): _keep_name,
     ("model_runner", "ModelRunner", "compute_batch"): _without_masks,

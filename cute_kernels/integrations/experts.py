@@ -190,7 +190,7 @@ def _keep_part(module: nn.Module, group: object, verify: bool) -> None:
         inputs = hidden_states, top_k_index, top_k_weights
         return parallel_experts(self, *inputs, group=group, verify=verify)
 
-    # In the place of the class's, which would follow the config to other implementations.
+    # The class's forward would follow the config to other implementations.
     module.forward = types.MethodType(forward, module)
 
 

@@ -144,7 +144,7 @@ def mask_of(block_mask) -> BlockMask | None:
 
 
 def _state(value: object, owned: bool = False) -> Iterator[object]:
-    """What a value holds, to compare: numbers as they are, all else by identity.
+    """Yield what a value holds, to compare: numbers as they are, all else by identity.
 
     A tensor also has the number of writes that torch has counted, or its elements where torch
     counts none (inference mode).  ``owned``: by an object, of which the attributes are looked at.

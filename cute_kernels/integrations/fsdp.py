@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..errors import ArgumentTypeError, expected
 from . import publish
 
-#: What a manifest calls the layout: parameters, gradients and optimizer states are all cut.
+#: The manifest's name for the layout: parameters, gradients and optimizer states are all cut.
 STAGE = 3
 
 

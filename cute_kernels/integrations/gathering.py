@@ -1,7 +1,7 @@
 """Parameters that are gathered for use only: DeepSpeed's ZeRO-3 and FSDP2's ``fully_shard``.
 
-Both leave the Parameter object where it is and change its memory: so whoever reads it in a backward
-has to see to it then that it is there.
+Both leave the Parameter object where it is and change its memory: a backward that reads a parameter
+has to gather it again.
 """
 
 from __future__ import annotations

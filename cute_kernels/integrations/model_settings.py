@@ -223,7 +223,7 @@ def _attention(module: torch.nn.Module, layer: int | None) -> dict[str, object]:
     size = next((getattr(module, name) for name in sizes if hasattr(module, name)), None)
 
     def heads(projection: str, setting: str) -> object:
-        """From a projection's width, or from the config where it is fused with others."""
+        """Number of heads by a projection's width, or by the config where it is fused."""
         width = getattr(getattr(module, projection, None), "out_features", None)
         if width and size:
             return width // size

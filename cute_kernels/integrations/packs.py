@@ -209,7 +209,7 @@ def _masks(config: object, positions: torch.Tensor) -> dict[str, torch.Tensor | 
     """Return the masks that such a model would make, with its packs."""
     from transformers.masking_utils import create_causal_mask
 
-    # Of what is embedded, the shape and the device are read.
+    # create_causal_mask reads the shape and the device alone.
     embedded = torch.empty(*positions.shape, 0, device=positions.device)
     mask = create_causal_mask(config, embedded, None, None, position_ids=positions)
     return {"full_attention": mask, "linear_attention": None}

@@ -4,9 +4,9 @@
     column_parallel_linear  y = x Wᵀ + b    a rank holds rows of W and b, and gets columns of y
 
 The order is ``tree`` (docs/gemm.md): a sum over K is cut into at most eight leaves, by K alone.
-Ranks cut it at the edges of leaves, so each computes whole ones.  They exchange leaves in fp32, and
-whoever adds them adds all of them, ascending, then the bias, and rounds once: no bit knows how many
-ranks there are.  A sum that ranks do not cut is that of ``ck.linear(order="tree")``.
+Ranks cut it at the edges of leaves, so each computes whole ones.  They exchange leaves in fp32.  An
+element is the sum of all leaves, ascending, then the bias, rounded once: its bits do not depend on
+the number of ranks.  A sum that ranks do not cut is that of ``ck.linear(order="tree")``.
 
 Collectives and messages only move bytes: none of them adds.
 """

@@ -142,7 +142,7 @@ def attention(
         raise ArgumentValueError(expected("dropout", "0 (dropout is not available)", dropout))
     check_keywords(others, _READ)
     if checking.autocast(query.device):
-        # As torch's scaled_dot_product_attention: tables of fp32 rows make q and k fp32.
+        # Tables of fp32 rows make q and k fp32; scaled_dot_product_attention casts them too.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(dtype) for t in (query, key, value))
     if others.get("cache") is not None:

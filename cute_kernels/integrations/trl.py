@@ -45,7 +45,7 @@ _REPLACED = (
 _REFUSED = ("use_vllm", "aux_loss_enabled")
 #: Settings that are refused with continuous batching, whose thread has no autocast.
 _REFUSED_IN_BATCHES = ("bf16", "fp16")
-#: What TRL's module puts a head around a model's forward with.
+#: Function of TRL's module that puts a head around a model's forward.
 _FUSED_HEAD = "add_fused_lm_head"
 _BATCHED = "use_transformers_continuous_batching"
 _REFUSED_ARGUMENTS = ("cast_lm_head_to_fp32", "use_liger_kernel")

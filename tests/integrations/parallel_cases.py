@@ -46,7 +46,7 @@ class GroupedCase(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What one rank has of a case: operands, and the results that all ranks must have parts of."""
+    """Operands of a case, and one rank's results, of which all ranks must have parts."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -62,7 +62,7 @@ class Whole(NamedTuple):
 
 #: (N, K) that 1, 2, 4 and 8 ranks cut at edges of leaves, in either dimension.
 SIZES = [(384, 256), (128, 1152)]
-#: Likewise for 1 and 2 ranks: six leaves; for 1, 2 and 4: four leaves.
+#: (N, K) that 1 and 2 ranks cut (six leaves), and 1, 2 and 4 (four leaves).
 FEWER = {2: [(192, 96)], 4: [(64, 64)]}
 ROWS = [(), (0,), (3,), (70,), (2, 35)]
 
@@ -154,8 +154,7 @@ CUTS = {
     tp.column_parallel_linear: (None, 0, 0, -1, -1, None, 0, 0),
 }
 
-
-#: Likewise of experts.
+#: The axes of experts' operands and results.
 GROUPED_CUTS = {
     gtp.row_parallel_grouped_linear: (-1, 2, None, None, None, -1, 2, None),
     gtp.column_parallel_grouped_linear: (None, 1, 1, -1, -1, None, 1, 1),

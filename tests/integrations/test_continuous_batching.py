@@ -32,37 +32,25 @@ def check(model, requests) -> None:
         assert same_bytes(logps, script.trained(model, prompt, tokens))
 
 
-class Recorded:
-    """Forward passes of a model: tokens, keys that are read, logits."""
-
-    def __init__(self, model):
-        self.calls = []
-        self.hook = model.register_forward_hook(self.called, with_kwargs=True)
-
-    def called(self, module, args, inputs, output):
-        if inputs.get("cache") is not None:
-            read = inputs["read_index"][0].numel()
-            self.calls.append(
-                (inputs["input_ids"].shape[1], read, inputs["cu_seq_lens_q"].tolist())
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.hook.remove()
-
-
 # ---- bytes --------------------------------------------------------------------------------------
 
 
 def test_every_log_prob_has_the_bytes_of_training(model):
-    with Recorded(model) as seen:
-        check(model, script.prompts(SMALL))
+    calls = []  # (tokens, keys that are read, sequences) of each forward pass
+
+    def called(module, args, inputs, output):
+        if inputs.get("cache") is not None:
+            sequences = len(inputs["cu_seq_lens_q"]) - 1
+            read = inputs["read_index"][0].numel()
+            calls.append((inputs["input_ids"].shape[1], read, sequences))
+
+    hook = model.register_forward_hook(called, with_kwargs=True)
+    check(model, script.prompts(SMALL))
+    hook.remove()
     # Prefill without keys in pages, chunks of prefill beside decode rows, decode rows alone.
-    mixed = [cu for tokens, read, cu in seen.calls if read and tokens > len(cu) - 1]
-    assert seen.calls[0][1] == 0 and mixed and seen.calls[-1][0] == len(seen.calls[-1][2]) - 1
-    assert max(len(cu) for *_, cu in seen.calls) == len(SMALL.lengths) + 1
+    assert calls[0][1] == 0 and calls[-1][0] == calls[-1][2]
+    assert any(read and tokens > sequences for tokens, read, sequences in calls)
+    assert max(sequences for *_, sequences in calls) == len(SMALL.lengths)
 
 
 @pytest.mark.parametrize("page_size", [32, pytest.param(256, marks=pytest.mark.nightly)])

@@ -99,7 +99,7 @@ def received(path: str, ranks: int, item: int) -> float:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(("path", "ranks"), TAKEN)
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
-    """Of the rank that receives most."""
+    """The rank that receives most counts."""
     board, parts = threads.Board(ranks), drawn(8, 16 * ranks)
     exchange(path, parts, None, dtype, ranks, board)
     elements = 16 * ranks * N

@@ -68,7 +68,7 @@ def test_weights_do_not_depend_on_the_accumulation(path, tmp_path):
 
 
 def test_a_step_sees_the_whole_gradient_clipped(path, tmp_path, monkeypatch):
-    """Of a norm above 1, as it is without ``max_norm``."""
+    """The gradient's norm is above 1, as a run without ``max_norm`` shows."""
     seen = {}
 
     theirs = torch.optim.AdamW.step

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors
@@ -123,31 +124,27 @@ def test_old_versions_are_removed_and_old_ones_can_be_read(tmp_path):
 def test_two_writers_and_a_reader_at_once(tmp_path):
     """Each version is whole, no number is given twice, and none is seen to fall."""
     publish_weights(tmp_path, {"w": torch.zeros(1000)})
-    numbers, seen, errors = [], [], []
     done = threading.Event()
 
-    def write(value: float) -> None:
-        for _ in range(10):
-            numbers.append(publish_weights(tmp_path, {"w": torch.full((1000,), value)}).version)
+    def write(value: float) -> list[int]:
+        w = torch.full((1000,), value)
+        return [publish_weights(tmp_path, {"w": w}).version for _ in range(10)]
 
-    def read() -> None:
+    def read() -> list[int]:
+        seen = []
         while not done.is_set():
-            try:
-                tensors, manifest = read_weights(tmp_path)
-                assert len(set(tensors["w"].tolist())) == 1
-                seen.append(manifest.version)
-            except Exception as error:
-                errors.append(error)
+            tensors, manifest = read_weights(tmp_path)
+            assert len(set(tensors["w"].tolist())) == 1
+            seen.append(manifest.version)
+        return seen
 
-    writers = [threading.Thread(target=write, args=(v,)) for v in (1.0, 2.0)]
-    reader = threading.Thread(target=read)
-    for thread in (*writers, reader):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    done.set()
-    reader.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as threads:
+        reader = threads.submit(read)
+        try:
+            numbers = [n for written in threads.map(write, (1.0, 2.0)) for n in written]
+        finally:
+            done.set()
+    seen = reader.result()
     assert sorted(numbers) == list(range(1, 21))
     assert seen == sorted(seen) and seen
 
@@ -188,7 +185,7 @@ def renumbered(manifest, older) -> None:
 
 NO_FILE = {"../x": {"size": 1, "sha256": ""}}
 A = {"a": torch.arange(4.0), "b": torch.ones(2)}
-#: What is done to (weights, manifest, the manifest of the version before), and what is said.
+#: (change of the weights, the manifest, the manifest of the version before; error message).
 DAMAGES = [
     (lambda w, m, o: os.truncate(w, 100), r"safetensors is cut short: 100 bytes of \d+"),
     (lambda w, m, o: w.write_bytes(w.read_bytes() + b"x"), "is too long"),
@@ -260,7 +257,7 @@ def test_wrong_versions_and_contracts(tmp_path):
 
 
 class Partition(torch.nn.Parameter):
-    """As ZeRO-3 leaves one outside of a gather."""
+    """A parameter outside of a gather of ZeRO-3."""
 
     ds_numel = 12
 
@@ -293,7 +290,7 @@ def test_bad_arguments_leave_nothing(tmp_path, tensors, options, error, said):
 # ---- kills --------------------------------------------------------------------------------------
 
 
-#: What Python tells of a writer's doings (PEP 578), and what it does not.
+#: Calls of a writer that Python audits (PEP 578), and calls that it does not.
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "shutil.rmtree"}
 UNTOLD = ("fsync", "close")
 
@@ -369,5 +366,5 @@ one = ranks.pool(1)
 
 @pytest.mark.parametrize("kill", [kill_at_every_step, kill_inside_a_write])
 def test_a_kill_leaves_the_old_version_or_the_new(one, tmp_path, kill):
-    """In a process of its own, which forks."""
+    """A process of its own forks the writer."""
     one.run(kill, tmp_path)

@@ -312,7 +312,7 @@ def test_a_double_backward_and_a_transform_are_refused(threaded, function, case)
 
 
 def test_guarantees():
-    """Those of the function of one rank and tp_invariant, under ids of their own names."""
+    """Guarantees are those of one rank's function and tp_invariant; ids have their own names."""
     names = {"linear": (tp.ROW, tp.COLUMN), "grouped_linear": (gtp.ROW, gtp.COLUMN)}
     for name, dtype in itertools.product(names, (BF16, FP32)):
         kept = ck.guarantees(name, "cpu", dtype)
@@ -330,7 +330,7 @@ WORLD = 4
 
 @functools.cache
 def meshes() -> list:
-    """Of 4; of 2 neighbours, 2 others and a group of 2, each of two; of this rank alone."""
+    """A mesh of 4 ranks, two meshes and a group of 2, and a group of this rank alone."""
     one = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -345,7 +345,7 @@ def compare_bytes() -> None:
     for at, (mesh, group) in enumerate(zip(meshes(), groups, strict=True)):
         degree = group.size()
         for path in paths(degree):
-            # Again only where the other exchanges have something to carry.
+            # Other paths run where they have something to carry.
             least = 0 if path == leaf_exchange.GATHERED else 37
             chosen = [case for case in cases(degree) if sum(case.rows) >= least]
             for case in chosen[at % 5 :: 5]:
@@ -390,7 +390,7 @@ def compare_modules() -> None:
         assert not wrong and contract.same_bytes(y, want), wrong
 
 
-#: What a message about differing values has besides the argument.
+#: Fragments of a message about differing values.
 SHARED = ("same values on every rank of mesh", "ranks 0, 1, 2 with", "rank 3 with")
 RANK, ANY, SHAPE = "RankError", "RankError or ", "ShapeError"
 VALUE, KIND = "ArgumentValueError", "ArgumentTypeError"

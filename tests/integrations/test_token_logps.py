@@ -72,7 +72,7 @@ def from_logits(model, ids=IDS, **inputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_causal_lm_against_its_own_logits(name):
-    """To the rounding of fp32 logits; a cap or a scale left out is off by far more.
+    """Log-probs are those of fp32 logits up to rounding; a missing cap or scale is far off.
 
     Positions, caps, scales and biases of a policy loss are the same: its ratios are exactly 1.
     """
@@ -91,7 +91,7 @@ def test_any_causal_lm_against_its_own_logits(name):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_bytes_of_the_ops_on_the_hidden_states(tied, monkeypatch):
-    """And no logits: the head is not multiplied."""
+    """Bytes are the ops'; the head is not multiplied, so that there are no logits."""
     model, linear = tiny.llama(tied), torch.nn.functional
     monkeypatch.setattr(linear, "linear", lambda *a, **k: pytest.fail("the head was multiplied"))
     hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1]

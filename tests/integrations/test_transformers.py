@@ -44,7 +44,7 @@ KINDS = {
 
 
 def model_of(kind: str, implementation: str = ours.NAME, dtype=torch.bfloat16):
-    """The same small random model under any attention; sinks count."""
+    """A small random model, equal under any attention; its sinks count."""
     torch.manual_seed(0)
     name, options = KINDS[kind]
     config = getattr(transformers, name)(**SIZES | options, attn_implementation=implementation)
@@ -82,7 +82,7 @@ def error_of(kind: str, implementation: str, mask, seen) -> float:
     [*((kind, "none") for kind in KINDS), ("llama", "left"), ("gemma2", "right")],
 )
 def test_logits(kind, mask):
-    """As near to fp32 as transformers' own attention is in bf16."""
+    """Logits are as near to fp32 as those of transformers' own attention in bf16."""
     given = None if mask == "none" else padding(mask)
     seen = torch.ones(2, S, dtype=torch.bool) if given is None else given.bool()
     mine, eager = (error_of(kind, name, given, seen) for name in (ours.NAME, "eager"))
@@ -110,7 +110,7 @@ def test_what_is_dropped_shows(kind, dropped, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek", "gpt_oss"])
 def test_gradients(kind):
-    """Those of sinks too, which are small."""
+    """Gradients of all parameters; those of sinks are small."""
     model, other = model_of(kind).train(), model_of(kind, "eager").train()
     for each in (model, other):
         each(tokens(), labels=tokens()).loss.backward()

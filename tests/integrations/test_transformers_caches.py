@@ -135,7 +135,7 @@ def test_packs_through_positions_and_lengths(device, cut, kind):
 
 
 def test_lengths_that_are_not_read_are_killed(monkeypatch):
-    """Without them documents see each other, and nobody is told."""
+    """Mutant: documents see each other."""
     monkeypatch.setattr(ours, "_packed", lambda q, k, mask, *lengths: mask)
     with pytest.raises(AssertionError):
         test_packs_through_positions_and_lengths(None, 60, "llama")

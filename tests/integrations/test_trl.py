@@ -290,7 +290,7 @@ def engine(net: torch.nn.Module):
 
 @pytest.fixture
 def in_use(path):
-    """What is in use where a patched model generated a token."""
+    """Contracts of a process in which a patched model generated a token."""
     one = trl_step.load(path)
     with torch.no_grad():
         logits = one(torch.tensor([[5, 6, 7]])).logits[0, -1]

@@ -196,7 +196,7 @@ def test_the_result_is_what_vime_validates():
 
 
 def vime_boundary(request, provider, mode: str) -> str:
-    """What vime does with a provider's exception, by its documented rule."""
+    """Run a provider as vime does, whose documented rule decides what an exception means."""
     try:
         provider(request)
     except Exception as error:

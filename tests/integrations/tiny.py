@@ -128,7 +128,7 @@ def fused(model: torch.nn.Module, half: dict[str, torch.Tensor]):
 
 
 class Sharded(NamedTuple):
-    """What a rank does with its model, whose parameters it shares with the others."""
+    """A rank's model, whose parameters it shares with the others, and what it does with it."""
 
     model: torch.nn.Module
     backward: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # of a loss -> whole gradients
@@ -144,7 +144,7 @@ def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> li
 def differing_steps(
     shard: Sharded, single: torch.nn.Module, rank: int, steps: int, killed: int | None = None
 ) -> list[str]:
-    """What differs in steps from one process's, byte for byte, and what is kept after each.
+    """Names of what differs from one process's steps, and of whole parameters that are kept.
 
     killed: a rank that kills itself in the middle of the first step.
     """

@@ -51,7 +51,7 @@ class Trainer(integration.SampledLogps, trl.GRPOTrainer):
 
 
 class FusedTrainer(FusedLoss, Trainer):
-    """The same with `FusedLoss`: the log-probabilities that its loss was made of."""
+    """`Trainer` with `FusedLoss`: it keeps the log-probabilities that the loss was made of."""
 
     def _log_ratio(self, logps, inputs):
         self.batches.append(inputs)
