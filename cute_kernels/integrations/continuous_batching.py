@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, expected, one_of
 from ..logp import api as logp
 from ..runtime.optional import wrap
 from ..sparse_attn.config import PAGE_SIZES
@@ -109,8 +109,7 @@ def attention(
         want = f"{_FULL}, as the cache of others is a ring"
         raise ArgumentValueError(expected(f"layer {module.layer_idx}", want, kind))
     if page_size not in PAGE_SIZES:
-        want = f"one of {', '.join(map(str, PAGE_SIZES))}"
-        raise ArgumentValueError(expected("page_size", want, page_size))
+        raise ArgumentValueError(one_of("page_size", PAGE_SIZES, page_size))
     starts, keys = batch["cu_seq_lens_q"], batch["cu_seq_lens_k"][kind].to(torch.int32)
     k_pages, v_pages = allocator.get_cache_for_block_table(module.layer_idx)
     new_keys, new_values = (t[0].transpose(0, 1) for t in (key, value))

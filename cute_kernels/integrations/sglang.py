@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from .. import settings
-from ..errors import ArgumentValueError, PatchError, expected
+from ..errors import ArgumentValueError, PatchError, expected, one_of
 from ..gemm import api as gemm
 from ..norm import api as norm
 from ..rowwise import api as rowwise
@@ -221,8 +221,7 @@ class Paged:
         super().__init__()
         self.page_size = runner.page_size
         if self.page_size not in PAGE_SIZES:
-            want = f"one of {', '.join(map(str, PAGE_SIZES))}"
-            raise ArgumentValueError(expected("--page-size", want, self.page_size))
+            raise ArgumentValueError(one_of("--page-size", PAGE_SIZES, self.page_size))
         self.tokens = runner.req_to_token_pool.req_to_token
         self.pool, self.location = runner.token_to_kv_pool, location
         self.lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None

@@ -114,9 +114,7 @@ class _HeldHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, scoring):
-        ctx.dtype = hidden.dtype
-        if checking.autocast(hidden.device):
-            ctx.dtype = torch.get_autocast_dtype(hidden.device.type)
+        ctx.dtype = checking.cast_dtype(hidden)
         # Not saved tensors: hooks that move those elsewhere would copy a whole weight.
         ctx.weight, ctx.bias = weight, bias
         with _no_autocast(hidden.device):

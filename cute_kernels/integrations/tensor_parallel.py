@@ -266,10 +266,8 @@ def parallel(
     cut_at_leaves("K" if cuts_k else "N", size * degree, degree)
     if degree == 1 or 0 in (x.numel(), n):
         return product.whole(*operands, _ORDER)
-    if checking.autocast(x.device):
-        dtype = _cast_dtype(x)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    dtype = checking.cast_dtype(x)
+    x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
     return _Parallel.apply(x, weight, bias, main_grad, product, cuts_k, group, *offsets)
 
 
@@ -291,7 +289,7 @@ def check(product: Product, operands: tuple, order: str, group: dist.ProcessGrou
             want = "this rank's own tensor (dtensor.to_local())"
             raise ArgumentTypeError(expected(argument, want, type(t).__name__))
     product.check(x, weight, offsets, bias, main_grad)
-    dispatch.backend(product.leaves, x.device, _cast_dtype(x))
+    dispatch.backend(product.leaves, x.device, checking.cast_dtype(x))
     process_groups.check_exchangeable("x", x, group)
 
 
@@ -300,11 +298,6 @@ def check_order(order: str) -> None:
     if order != _ORDER:
         want = f"{_ORDER!r}, the only one that ranks can cut"
         raise ArgumentValueError(expected("order", want, repr(order)))
-
-
-def _cast_dtype(x: torch.Tensor) -> torch.dtype:
-    cast = checking.autocast(x.device)
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def _agree(
@@ -323,7 +316,7 @@ def _agree(
         x, weight, *offsets, bias, _ = operands
         # The exchange of dx is entered by those ranks only whose x needs it.
         asks = not cuts_k and x.requires_grad and torch.is_grad_enabled()
-        dtype = checks.DTYPES.index(_cast_dtype(x))
+        dtype = checks.DTYPES.index(checking.cast_dtype(x))
         numbers = [not cuts_k, x.shape[:-1].numel(), *weight.shape, dtype, bias is not None, asks]
         same_x = not cuts_k and verify == "all"
         compared = (*offsets, x if same_x else None, bias if cuts_k else None)

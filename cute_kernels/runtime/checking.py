@@ -191,6 +191,11 @@ def autocast(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
 
 
+def cast_dtype(t: torch.Tensor) -> torch.dtype:
+    """The dtype in which an op takes ``t``: autocast's, or its own."""
+    return torch.get_autocast_dtype(t.device.type) if autocast(t.device) else t.dtype
+
+
 def in_memory(t: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor that has the memory of ``t``: inside torch.func.vmap, that of all mapped parts.
 
