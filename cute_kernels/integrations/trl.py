@@ -43,11 +43,11 @@ _REPLACED = (
 )
 #: Settings of a trainer under which other code than the model's makes the logits.
 _REFUSED = ("use_vllm", "aux_loss_enabled")
-#: Settings that are refused with continuous batching, whose thread has no autocast.
-_REFUSED_IN_BATCHES = ("bf16", "fp16")
+#: Settings that are refused where generation has no autocast: in continuous batching and vLLM.
+AUTOCAST = ("bf16", "fp16")
 #: Function of TRL's module that puts a head around a model's forward.
 _FUSED_HEAD = "add_fused_lm_head"
-_BATCHED = "use_transformers_continuous_batching"
+BATCHED = "use_transformers_continuous_batching"
 _REFUSED_ARGUMENTS = ("cast_lm_head_to_fp32", "use_liger_kernel")
 
 
@@ -109,8 +109,8 @@ class SampledLogps:
         for name in _REFUSED:
             if name not in self._taken:
                 _check_off(name, self, name)
-        batched = bool(_setting(_BATCHED, self, _BATCHED))
-        for name in _REFUSED_ARGUMENTS + (_REFUSED_IN_BATCHES if batched else ()):
+        batched = bool(_setting(BATCHED, self, BATCHED))
+        for name in _REFUSED_ARGUMENTS + (AUTOCAST if batched else ()):
             _check_off(f"args.{name}", self.args, name)
         if batched:
             continuous_batching.register()
@@ -129,7 +129,7 @@ class SampledLogps:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """TRL's generation in training's autocast, with log p of each token instead of None."""
         outer = self.accelerator.unwrap_model(self.model_wrapped)
-        if getattr(self, _BATCHED):
+        if getattr(self, BATCHED):
             with _batched(outer) as batches:
                 completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             return completions, batches.logps(completions)

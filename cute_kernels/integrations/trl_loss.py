@@ -20,7 +20,7 @@ from . import causal_lm
 from .engine_layers import fp32_logits
 from .sharded_head import Scoring, head_logp
 from .token_logps import policy_loss
-from .trl import IGNORED, TESTED, Draws, SampledLogps, head_order
+from .trl import BATCHED, IGNORED, TESTED, Draws, SampledLogps, head_order
 
 __all__ = ["TESTED", "FusedLoss", "loss_options", "loss_tensors"]
 
@@ -102,10 +102,9 @@ class FusedLoss(SampledLogps):
         loss_options(self.args, num_items_in_batch=1.0)
         contract = getattr(self, "_contract", None)
         logits = "float32" if contract is None else contract.logits_dtype
-        batched = "use_transformers_continuous_batching"
         for name, value, taken, why in (
             ("args.fp16", self.args.fp16, False, "its scaler multiplies gradients that are made"),
-            (f"args.{batched}", getattr(self, batched), False, "it scores rounded logits"),
+            (f"args.{BATCHED}", getattr(self, BATCHED), False, "it scores rounded logits"),
             ("contract.logits_dtype", logits, "float32", "the loss does not round logits"),
         ):
             if value != taken:

@@ -20,12 +20,10 @@ import torch.distributed as dist
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..runtime.process_contract import Contract
 from .contract_exchange import require_engine, worker_contract
-from .trl import SampledLogps, _check_off, _setting
+from .trl import AUTOCAST, SampledLogps, _check_off, _setting
 
 __all__ = ["EngineLogps", "engine_contracts"]
 
-#: Autocast is on for both sides or for neither, and vLLM has none.
-_AUTOCAST = ("bf16", "fp16")
 #: Method of `contract_exchange.WorkerExtension` that a server is asked for.
 _METHOD = "cute_kernels_contract"
 
@@ -62,7 +60,7 @@ class EngineLogps(SampledLogps):
         super().__init__(*args, **kwargs)
         if not _setting("use_vllm", self, "use_vllm"):
             raise ArgumentValueError(expected("args.use_vllm", "True, or SampledLogps", False))
-        for name in _AUTOCAST:
+        for name in AUTOCAST:
             _check_off(f"args.{name}", self.args, name)
         self._contract = contract
         self._require_engine()
