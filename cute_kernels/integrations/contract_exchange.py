@@ -118,14 +118,23 @@ def experts_part() -> ContractPart:
     return ContractPart("experts", f"ck.moe.permute, {products}, ck.moe.combine")
 
 
-def mixer_part(rule: str, steps: tuple[float, float] | None = None) -> ContractPart:
+def mixer_part(
+    rule: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    steps: tuple[float, float] | None = None,
+) -> ContractPart:
     """Return the part of a mixer with a state, by its rule's op.
 
-    steps: The least and the greatest step of a scan of Mamba-2.
+    Args:
+        rule: Name of the op.
+        heads, sizes: As `ck.LinearAttentionCache` has them.
+        steps: The least and the greatest step of a scan of Mamba-2.
     """
     norm = "norm before gate" if steps is None else "gate before norm"
     limits = "" if steps is None else f" with steps from {steps[0]!r} to {steps[1]!r}"
     text = f"ck.causal_conv1d_fn, silu, ck.{rule}{limits}, ck.gated_rms_norm, {norm}"
+    text += f"; heads {heads}, sizes {sizes}"
     return ContractPart("mixer", text)
 
 

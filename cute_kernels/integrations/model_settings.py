@@ -43,11 +43,13 @@ _ELSEWHERE = frozenset(
         "residual_multiplier", "scaling", "sliding_window", "top_k", "use_bidirectional_attention",
         "has_sliding_layers", "vocab_size",
         # in `formulas` and `orders`
+        "block_type", "has_experts",
         "final_logit_softcapping", "logit_scale", "logits_scaling",
         # of training, tracing and loading
         "attention_dropout", "dtype", "gradient_checkpointing", "hidden_dim", "initializer_range",
-        "jitter_noise", "layer_idx", "output_attentions", "output_hidden_states",
-        "output_router_logits", "return_dict", "router_aux_loss_coef", "training", "use_cache",
+        "jitter_noise", "layer_idx", "num_logits_to_keep", "output_attentions",
+        "output_hidden_states", "output_router_logits", "return_dict", "router_aux_loss_coef",
+        "training", "use_cache",
     )
 )  # fmt: skip
 #: Linears whose biases fused linears of engines hold together -> what these hold.
@@ -55,8 +57,9 @@ _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "q, k, v"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate, up"),
 }
-#: Attributes of linears that say their width: of torch, of vLLM, of transformers' Conv1D.
-_WIDTHS = ("in_features", "input_size", "nf")
+#: Attributes of linears and convolutions that say their width: of torch, of vLLM, of transformers'
+#: Conv1D, of torch's.
+_WIDTHS = ("in_features", "input_size", "nf", "in_channels")
 
 
 class Stated(NamedTuple):
@@ -320,6 +323,9 @@ def engine_settings(module: torch.nn.Module, layer: int | None) -> dict[str, obj
     scale = getattr(module, "normalizer", None)  # of Gemma
     if isinstance(scale, torch.Tensor):
         stated["embedding multiplier"] = scale.float().item()
+    for name in ("embedding_multiplier", "residual_multiplier"):  # of Granite
+        if isinstance(value := getattr(module, name, None), int | float):
+            stated[name.replace("_", " ")] = value
     table = getattr(getattr(module, "model", None), "embed_tokens", None)
     return stated | _ends(table, "org_vocab_size", getattr(module, "lm_head", None))
 

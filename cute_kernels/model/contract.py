@@ -140,6 +140,8 @@ def _plain_settings(module: torch.nn.Module) -> dict[str, str]:
     kind, cls = kind_of(module) or own_modules.kind_of(module) or "", state.user_class(module)
     if kind in _LINEAR or kind in _ACTIVATIONS or kind == "rotary" or "norm" in kind:
         return {}
+    if kind in (mixers.DELTA_NET, mixers.MAMBA2, mixers.CONVOLUTION):
+        return {}
     known = [*_OF_EMBEDDINGS] if isinstance(module, torch.nn.Embedding) else []
     if kind == "invariant" and engine_layers.rule_of(cls.__name__, True) is not None:
         known = ["norm_topk_prob"]
@@ -178,10 +180,12 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
     if kind == mixers.DELTA_NET and not getattr(module, "allow_neg_eigval", False):
-        return (exchange.mixer_part("chunk_gated_delta_rule"),)
+        sizes = mixers.rule_of(module).sizes(module)
+        return (exchange.mixer_part("chunk_gated_delta_rule", *sizes),)
     if kind == mixers.MAMBA2 and getattr(module, "mamba_rms_norm", True):
         steps = tuple(map(float, module.time_step_limit))
-        return (exchange.mixer_part("mamba_chunk_scan_combined", steps),)
+        sizes = mixers.rule_of(module).sizes(module)
+        return (exchange.mixer_part("mamba_chunk_scan_combined", *sizes, steps),)
     cls = state.user_class(module)
     text = f"{cls.__name__} of {cls.__module__.partition('.')[0]}, on ck's functions"
     return _mixture_parts(module, kind) or (ContractPart(kind, text),)

@@ -125,10 +125,11 @@ class Recurrent(StatefulLayer):
         """Return the backend whose builder makes our metadata."""
         return Backend
 
-    def make_record(self, make: type[LinearAttentionCache]) -> None:
-        """Allocate the record; vLLM counts it as memory of the model."""
+    def make_record(self, make: type[LinearAttentionCache], eps: float) -> None:
+        """Allocate the record, which vLLM counts as memory of the model; eps: of the norm."""
         config = get_current_vllm_config()
         require("mixer", "activation", self.activation, "silu")
+        self.norm.cute_kernels_part = exchange.norm_part("rms_norm", eps)
         self.cache = make(
             1,
             config.scheduler_config.max_num_seqs + spare_slots(config),
@@ -139,9 +140,9 @@ class Recurrent(StatefulLayer):
         )
 
     @staticmethod
-    def parts(mixer: exchange.ContractPart, eps: float) -> Parts:
-        """Return what a contract says of it: its rule, its norm and its activation."""
-        return mixer, exchange.norm_part("rms_norm", eps), exchange.activation_part("silu")
+    def parts(mixer: exchange.ContractPart) -> Parts:
+        """Return what a contract says of it beside its norm."""
+        return mixer, exchange.activation_part("silu")
 
     @property
     def record(self) -> LayerCache:
@@ -187,11 +188,11 @@ class DeltaNet(Recurrent, QwenGatedDeltaNetAttention):
         self.heads = self.num_k_heads, self.num_v_heads
         self.sizes = self.head_k_dim, self.head_v_dim
         require("mixer", "output gate", self.norm.activation, "silu")
-        self.make_record(LinearAttentionCache)
+        self.make_record(LinearAttentionCache, self.layer_norm_epsilon)
 
     @property
     def cute_kernels_part(self) -> Parts:
-        return self.parts(exchange.mixer_part(DELTA_RULE), self.layer_norm_epsilon)
+        return self.parts(exchange.mixer_part(DELTA_RULE, self.heads, self.sizes))
 
     def forward(
         self, hidden_states: torch.Tensor, output: torch.Tensor | None = None
@@ -241,7 +242,7 @@ class Scan(Recurrent, MambaMixer2):
         # vLLM would load -e^A_log, by another formula.
         self.A.weight_loader = self.dt_bias.weight_loader
         self.step_limit = refusals.step_limit(get_current_vllm_config().model_config)
-        self.make_record(LinearAttentionCache.of_mamba2)
+        self.make_record(LinearAttentionCache.of_mamba2, self.norm.variance_epsilon)
 
     @property
     def A_log(self) -> torch.Tensor:
@@ -250,8 +251,7 @@ class Scan(Recurrent, MambaMixer2):
 
     @property
     def cute_kernels_part(self) -> Parts:
-        part = exchange.mixer_part(SCAN, self.step_limit)
-        return self.parts(part, self.norm.variance_epsilon)
+        return self.parts(exchange.mixer_part(SCAN, self.heads, self.sizes, self.step_limit))
 
     def forward(
         self, hidden_states: torch.Tensor, mup_vector: torch.Tensor | None = None

@@ -122,13 +122,13 @@ CASES = {
         | {"num_experts": 12, "num_experts_per_tok": 4},
     ),
     "qwen3_next": _case(
-        "Qwen3Next", _heads(12, 4, 64) | _DELTA, page=64, pages=7, lengths=(63, 127, 191, 255)
+        "Qwen3Next", _heads(12, 4, 64) | _DELTA, page=64, pages=14, lengths=(127, 127, 127, 191)
     ),
     "qwen3_next_chunks": _case(
         "Qwen3Next", _heads(12, 4, 64) | _DELTA, budgets=BUDGETS, pages=8, caches=False
     ),
     "nemotron_h": _case(
-        "NemotronH", _heads(12, 4, 64) | _NEMOTRON, page=128, pages=7, lengths=(127, 255, 300)
+        "NemotronH", _heads(12, 4, 64) | _NEMOTRON, page=128, pages=9, lengths=(127, 255, 300)
     ),
     "granite_hybrid": _case(
         "GraniteMoeHybrid", _TWELVE | _GRANITE, budgets=BUDGETS, pages=5, caches=False

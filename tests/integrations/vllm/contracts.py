@@ -59,6 +59,7 @@ def changed(folder: Path, case: str, checkpoint: dict[str, object]) -> Path:
 def started(path: Path, overrides: dict[str, object]):
     """An engine of a folder."""
     sizes = {"max_model_len": 128, "max_num_seqs": 2, "num_gpu_blocks_override": 24}
+    sizes["enable_prefix_caching"] = False  # of hybrids, pages would have to be longer
     return engine.start(path, hf_overrides=overrides, worker_extension_cls=EXTENSION, **sizes)
 
 

@@ -103,9 +103,10 @@ def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(backgr
 @pytest.mark.parametrize(("system", "name"), SYSTEMS)
 def test_the_runs_are_what_they_are_said_to_be(background, name, system):
     lines, _ = background.result(system)
-    of_case = {(e["run"], e["prompt"]): e for e in lines if e["case"] == name}
-    assert of_case["batched", 0]["preempted"] > 0
     case = cases.CASES[name]
+    of_case = {(e["run"], e["prompt"]): e for e in lines if e["case"] == name}
+    if not (case.is_hybrid and case.caches):  # those wait for pages before they begin
+        assert of_case["batched", 0]["preempted"] > 0
     if case.caches:
         assert of_case["cached", len(case.lengths) - 1]["cached"] >= case.page
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
