@@ -127,7 +127,7 @@ def test_sequences_have_the_bytes_of_one_pass_preempted_or_behind_a_prefix():
     # Preempted, and resumed from nothing, in other blocks and beside rows of padding.
     run(slots, layers, step(finished=["first"], preempted=["second"]), {"a": [4], "b": [6]},
         [cut(other, 2, 3)])  # fmt: skip
-    cached = [("second", ([16], [17], [18]), 0)]
+    cached = [("second", ([0, 0, 0, 16], [17, 20, 21, 22], [0, 0, 0, 18]), 0)]
     out = run(
         slots, layers, step(cached=cached, resumed=["second"], counts={"second": 200}),
         {"a": [16, 0], "b": [18, -1]}, [second, cut(other, 0, 1)],
@@ -153,6 +153,18 @@ def test_a_prefix_that_no_state_is_behind_is_refused():
         slots, _ = bound(block_size)
         with pytest.raises(ContractError, match="enable_prefix_caching: expected"):
             slots.begin(step([("a", ([1, 2], [1, 2], [1, 2]), length)]))
+
+
+def test_a_step_that_passes_the_end_of_a_block_that_would_be_cached_is_refused():
+    for block, match in ((0, None), (5, "mamba_cache_mode: expected")):
+        slots, _ = bound()
+        output = step([("a", ([block, 1], [9, 2], [0, 3]), 0)], counts={"a": BLOCK + 1})
+        slots.begin(output)
+        if match is None:
+            slots.end(output)
+        else:
+            with pytest.raises(ContractError, match=match):
+                slots.end(output)
 
 
 def test_spare_slots_are_as_many_as_a_graph_has_rows_beyond_a_batch():

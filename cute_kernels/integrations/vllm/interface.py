@@ -152,6 +152,7 @@ vllm.model_executor.layers.fused_moe.runner.moe_runner
         routed_scaling_factor)
 vllm.model_executor.layers.mamba.abstract
     MambaBase.get_attn_backend(self)
+    MambaBase.get_kv_cache_spec(self vllm_config)
 vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn
     QwenGatedDeltaNetAttention.__init__(self config vllm_config prefix gqa_interleaved_layout
         [reduce_results])

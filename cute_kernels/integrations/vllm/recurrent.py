@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backend import (
@@ -124,6 +125,10 @@ class Recurrent(StatefulLayer):
     def get_attn_backend(self) -> type[Backend]:
         """Return the backend whose builder makes our metadata."""
         return Backend
+
+    def get_kv_cache_spec(self, vllm_config) -> object:
+        """Pages with states at the ends of steps: layers of newer releases have them inside too."""
+        return MambaBase.get_kv_cache_spec(self, vllm_config)
 
     def make_record(self, make: type[LinearAttentionCache], eps: float) -> None:
         """Allocate the record, which vLLM counts as memory of the model; eps: of the norm."""

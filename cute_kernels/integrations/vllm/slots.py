@@ -137,6 +137,8 @@ class Slots:
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         lengths = {name: computed[name] + n for name, n in step.num_scheduled_tokens.items()}
+        for name, length in lengths.items():
+            self._check_inside(name, computed[name] // self._block_size, length)
         ends = [
             Boundary(self._slot[name], length, self._pages(name, length))
             for name, length in lengths.items()
@@ -179,6 +181,18 @@ class Slots:
             raise ContractError(expected("enable_prefix_caching", want, f"{length} tokens"))
         last = length // self._block_size - 1
         return tuple(group[last] if last < len(group) else 0 for group in self._blocks[name])
+
+    def _check_inside(self, name: str, block: int, length: int) -> None:
+        """Refuse a step behind which vLLM would cache a block that ends inside it, from a block on.
+
+        Raises:
+            ContractError: the scheduler does not end steps with such blocks.
+        """
+        inside = slice(block, (length - 1) // self._block_size)
+        groups = {self._groups[layer] for layer in self.layers}
+        if any(any(self._blocks[name][group][inside]) for group in groups):
+            want = f"steps that end with blocks of {self._block_size}"
+            raise ContractError(expected("mamba_cache_mode", want, f"one to {length} tokens"))
 
     def _end(self, name: str) -> None:
         self._blocks.pop(name, None)
