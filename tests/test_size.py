@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/rowwise": (2355, ""),
     "tests/runtime": (2121, ""),
     "tests/schedulers": (4447, ""),
-    "tests/sparse_attn": (11588, "Ranges against their rule, query by query"),
+    "tests/sparse_attn": (11559, "Ranges against their rule, query by query"),
     "tests/verify": (2751, ""),
     "verify": (2941, "code of a file once a text"),
 }

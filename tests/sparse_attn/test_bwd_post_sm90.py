@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -11,8 +9,8 @@ import ptxsim
 from cute_kernels.sparse_attn import config
 from ptxsim import modes, skips
 from tests import certified, contract
-from tests.kernels.edited import changed
 
+mutated = skips.import_module("tests.sparse_attn.mutated")
 simulated = skips.import_module("tests.sparse_attn.simulated")
 pytestmark = certified.marks("sparse_attn")
 
@@ -133,10 +131,9 @@ SIZES = {"the tail transposed": 96, "warpgroups have the same rows": 64}
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(tmp_path, name):
     post = chosen(SIZES.get(name, 128))
-    module = changed(tmp_path, NAME, *MUTANTS[name])
     acc = accumulators(post)
     try:
-        dq = run(post, acc, kernel=functools.partial(module.build, compile=ptxsim.compile))
+        dq = run(post, acc, kernel=mutated.kernels(tmp_path, NAME, *MUTANTS[name]))
     except ptxsim.PtxsimError:
         return
     assert not contract.same_bytes(dq, rounded(post, acc))

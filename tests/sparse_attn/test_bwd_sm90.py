@@ -17,7 +17,6 @@ from tests.sparse_attn import mutated, simulated, wild
 from tests.sparse_attn.gpu_cases import HEADS, MASKS, elements
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
-module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: What runs at every commit while the kernels are proved.
 pytestmark = certified.marks("sparse_attn", "test_gradients")
 

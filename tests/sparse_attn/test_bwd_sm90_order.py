@@ -28,7 +28,6 @@ from tests import certified, contract
 from tests.sparse_attn import mutated, simulated
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
-module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_every_mode_gives_the_same_bits test_every_grid_gives_the_same_bits"
 pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
@@ -183,23 +182,17 @@ def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, h
             simulated_bwd.backward(case, schedule)
 
 
-def test_a_ticket_in_reserve_needs_more_residents(monkeypatch):
+def test_a_ticket_in_reserve_needs_more_residents(tmp_path):
     """Why the next ticket is taken only when all turns of the last one have come."""
     block_mask, kind, residents = NEEDY["shift"]
     case = simulated_bwd.case(block_mask, head_dim=128, heads=2, kv_heads=1)
     schedule = kind(case.lowered.mask, heads=1)
-    ring = module.ticket_device.TicketRing
 
-    @functools.cache
-    def kernel(config):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                ring,
-                "dispatch_one_by_one",
-                lambda self, counter, total, done: self.dispatch(counter, total),
-            )
-            return module.build(config, compile=ptxsim.compile)
+    def in_reserve(patch, module):
+        dispatch = lambda self, counter, total, done: self.dispatch(counter, total)  # noqa: E731
+        patch.setattr(module.ticket_device.TicketRing, "dispatch_one_by_one", dispatch)
 
+    kernel = mutated.kernels(tmp_path, in_reserve)
     hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
     with ptxsim.options(resident_ctas=residents[2], **_ANY), hangs:
         simulated_bwd.backward(case, schedule, backward=kernel)

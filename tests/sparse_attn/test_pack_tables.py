@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 import ptxsim
 from cute_kernels.sparse_attn import launch
-from ptxsim import modes, skips
+from ptxsim import modes
 from tests import certified
 from tests.contract import same_bytes
-from tests.kernels.edited import changed
+from tests.sparse_attn import mutated, simulated
 from tests.sparse_attn import pack_tables as known
-from tests.sparse_attn import simulated
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_edges test_bounds_of_a_padded_batch test_mutants_are_killed"
 pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
-module = skips.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90")
 
 ANY = {"async_mode": "random", "warp_order": "random", "cta_order": "random", "seed": 5}
 MODES = [
@@ -169,12 +165,12 @@ CASES = [*EDGES.values(), *(known.wild(seed) for seed in range(6))]
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(tmp_path, name):
-    mutant = changed(tmp_path, "sparse_attn.kernel_varlen_tables_sm90", *MUTANTS[name])
-    build = functools.cache(lambda chosen: mutant.build(chosen, compile=ptxsim.compile))
+    where = "sparse_attn.kernel_varlen_tables_sm90"
+    kernel = mutated.kernels(tmp_path, where, *MUTANTS[name])
 
     def survives(case: known.Case) -> bool:
         try:
-            require(case, pack=build, warp_order="random", max_steps=2_000_000)
+            require(case, pack=kernel, warp_order="random", max_steps=2_000_000)
         except (AssertionError, ptxsim.PtxsimError):
             return False
         return True

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import api, config, launch
 from tests import certified
 from tests.contract import same_bytes
-from tests.sparse_attn import against_float64, cases, pack_cases
+from tests.sparse_attn import against_float64, cases, mutated, pack_cases
 from tests.sparse_attn.gpu_cases import GPU
 from tests.sparse_attn.sink_cases import CASES, MASKS, WIDE, S, drawn_sinks, excess
 
@@ -199,19 +198,6 @@ SM90_MUTANTS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SIM) for name in SM90_MUTANTS])
 def test_mutants_of_the_kernel_are_killed(tmp_path, name):
-    import ptxsim
-    from cute_kernels.sparse_attn import kernel_fwd_sm90
-    from tests.kernels.edited import changed
-
-    where, *texts = SM90_MUTANTS[name]
-    module = changed(tmp_path, where, *texts)
-
-    def build(chosen):
-        if where != "dsl.softmax":
-            return module.build(chosen, compile=ptxsim.compile)
-        with mock.patch.object(kernel_fwd_sm90, "softmax", module):
-            return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
-
     g = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(1, n, h, 64, generator=g).bfloat16() for n, h in ((1, 4), (90, 2), (90, 2))
@@ -220,5 +206,5 @@ def test_mutants_of_the_kernel_are_killed(tmp_path, name):
     inputs = q, k, v, spans, 0.125, 0.0, sinks
     with pack_cases.on_sm90():
         want, _ = launch.forward(*inputs)
-    with pack_cases.on_sm90(forward=build):
+    with pack_cases.on_sm90(forward=mutated.kernels(tmp_path, *SM90_MUTANTS[name])):
         assert not same_bytes(launch.forward(*inputs)[0], want)
