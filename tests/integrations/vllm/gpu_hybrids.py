@@ -30,7 +30,7 @@ _NEXT |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 _EXPERTS |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 _SCAN = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 32}
-_GRANITE = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16}
+_GRANITE = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16}
 if not SMALL:
     _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     _NEXT = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
