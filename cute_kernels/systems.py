@@ -49,7 +49,7 @@ SYSTEMS = (
             "gated_rms_norm": "gated_norm",
         },
         perf="linear_attn",
-        modules=("op", "op_delta", "op_gate", "op_ssd", "op_selective", "op_gated_norm"),
+        modules=("op_conv", "op_delta", "op_gate", "op_ssd", "op_selective", "op_gated_norm"),
     ),
     System(
         "logp",

@@ -121,7 +121,6 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         DeltaGradients,
         DeltaRecord,
         DeltaRule,
-        DeltaSaved,
         Gate,
         GateGradients,
         Sequences,
@@ -163,14 +162,16 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         linear_attn.conv_backward(pack, *operands, gradients)
         heads = sums[:, 0]
         gradients = GateGradients(None, heads, None)
-        gate.decay_gate_backward(pack, Gate(pack, heads, None), operands[1], gradients)
+        gate.decay_gate_backward(pack, Gate(pack, heads, None), operands[1], None, gradients)
         v, decay = _meta(1, wide, MAX_HEADS, 128), _meta(wide, MAX_HEADS, dtype=torch.float32)
-        saved = DeltaSaved(*op_delta._saved(v, v, decay[None], None, on_cpu=False))
-        rule = DeltaRule(v[0], v[0], v[0], decay, decay, None), Sequences(wide, 1, None), 1.0
+        rows = DeltaRule(v, v, v, decay[None], decay[None], None)
+        saved = op_delta.RULE.saved_tensors(rows, wide, on_cpu=False)
+        rule = op_delta.RULE.rows_of(rows), Sequences(wide, 1, None), 1.0
         delta.delta_rule(*rule, v[0], None, saved)
         delta_backward.delta_rule_backward(v[0], None, *rule, saved, DeltaGradients(*[None] * 6))
-        by_channel = rule[0]._replace(g=_meta(wide, MAX_HEADS, 128, dtype=torch.float32)), *rule[1:]
-        saved = DeltaSaved(*op_delta._saved(v, v, by_channel[0].g[None], None, on_cpu=False))
+        rows = rows._replace(g=_meta(1, wide, MAX_HEADS, 128, dtype=torch.float32))
+        saved = op_delta.RULE.saved_tensors(rows, wide, on_cpu=False)
+        by_channel = op_delta.RULE.rows_of(rows), *rule[1:]
         delta.delta_rule(*by_channel, v[0], None, saved)
         gradients = DeltaGradients(*[None] * 6)
         delta_backward.delta_rule_backward(v[0], None, *by_channel, saved, gradients)
@@ -178,14 +179,14 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]
         scan = StateSpace(x[0], decay, A, v[0], v[0], x[0, 0], None, A, None), rule[1]
-        saved = op_ssd.SCAN.saved(scan[0]._replace(x=x, B=v), wide, on_cpu=False)
+        saved = op_ssd.SCAN.saved_tensors(scan[0]._replace(x=x, B=v), wide, on_cpu=False)
         scan = *scan, StepOptions(True, 0.0, 1.0)
         ssd.ssd_scan(*scan, x[0], None, saved)
         gradients = StateSpaceGradients(*[None] * 9)
         ssd_backward.ssd_scan_backward(x[0], None, *scan, saved, gradients)
         u, B, A = _meta(1, MAX_HEADS, wide), _meta(1, 8, wide), _meta(MAX_HEADS, 8).float()
         scan = op_selective.SCAN.rows_of(StateSpace(u, u, A, B, B, None, None, None, None))
-        saved = op_selective.SCAN.saved(scan._replace(x=u), wide, on_cpu=False)
+        saved = op_selective.SCAN.saved_tensors(scan._replace(x=u), wide, on_cpu=False)
         scan = scan, Sequences(wide, 1, None), StepOptions(True, 0.0, 1.0)
         selective.selective_scan(*scan, scan[0].x, None, saved)
         selective.selective_scan_backward(scan[0].x, None, *scan, saved, gradients)

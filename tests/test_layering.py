@@ -66,7 +66,7 @@ ROLES = {
     "triton.delta_step triton.delta_backward triton.ssd "
     "triton.ssd_backward triton.selective",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
-    "policy_sweep paged.op op_delta op_gate op_scan op_ssd op_selective op_gated_norm",
+    "policy_sweep paged.op op_conv op_delta op_gate op_scan op_ssd op_selective op_gated_norm",
     "system.api": "api module converters te paged.api cache",
 }
 LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from ..runtime import checking
-from . import checks, op, op_delta, op_gated_norm, op_selective, op_ssd
+from . import checks, op_conv, op_delta, op_gated_norm, op_selective, op_ssd
 from .tensors import DeltaRule
 
 
@@ -75,12 +75,12 @@ def causal_conv1d_fn(
         checking.no_other_arguments("causal_conv1d_fn", others, names)
     silu = checks.activation(activation)
     checking.flag("return_final_states", return_final_states)
-    out = op.causal_conv(
+    out = op_conv.causal_conv(
         x, weight, bias, initial_states, cu_seqlens, main_grad, bias_main_grad, silu
     )
     if not return_final_states:
         return out
-    return out, op.final_states(x, initial_states, cu_seqlens, weight.shape[1] - 1)
+    return out, op_conv.final_states(x, initial_states, cu_seqlens, weight.shape[1] - 1)
 
 
 def causal_conv1d_update(

@@ -8,7 +8,6 @@ import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..runtime import checking
-from ..runtime import main_grad as destination
 from .config import (
     CONV_WIDTHS,
     DELTA_CHUNK,
@@ -24,7 +23,7 @@ from .config import (
     SSD_CHUNK,
     SSD_GPU_SIZES,
 )
-from .tensors import DeltaRule, StateSpace, StepOptions
+from .tensors import Conv, DeltaRule, Gate, Gated, StateSpace, StepOptions
 
 STATE_LAYOUTS = ("state_v_first", "transpose_state_layout")
 #: Arguments of flash-linear-attention -> what `chunk_gated_delta_rule` has in their place.
@@ -52,17 +51,9 @@ SSD_NAMES = {
 ACTIVATIONS = (None, "silu", "swish")
 
 
-def conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial_states: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
-    bias_main_grad: torch.Tensor | None,
-    silu: bool,
-) -> None:
-    """Check the arguments of `op.causal_conv`."""
+def conv(operands: Conv, cu_seqlens: torch.Tensor | None, silu: bool) -> None:
+    """Check the arguments of `op_conv.causal_conv`, whose rows are [B, D, T]."""
+    x, weight, bias, initial_states = operands
     checking.operand("x", x, "[B, D, T]")
     checking.supported("causal_conv1d_fn", x.device)
     checking.operand("weight", weight, "[D, W]")
@@ -90,8 +81,6 @@ def conv(
             )
         checking.dtype("initial_states", initial_states.dtype, (x.dtype,))
         checking.same_device("initial_states", initial_states, "x", x)
-    destination.check_of("main_grad", main_grad, "weight", weight, x)
-    destination.check_of("bias_main_grad", bias_main_grad, "bias", bias, x)
 
 
 def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: float | None) -> None:
@@ -166,13 +155,11 @@ def gate(
 def state_space(
     operands: StateSpace,
     cu_seqlens: torch.Tensor | None,
-    main_grads: dict[str, torch.Tensor | None],
-    options: StepOptions,
+    softplus: bool,
+    low: float,
+    high: float,
 ) -> None:
-    """Check the arguments of `op_ssd.ssd_scan`, whose rows are [B, T, ...].
-
-    main_grads: Of A, D and dt_bias, by name.
-    """
+    """Check the arguments of `op_ssd.ssd_scan`, whose rows are [B, T, ...]."""
     x, dt, A, B, C, D, z, dt_bias, initial_states = operands
     checking.operand("x", x, "[B, T, H, P]")
     checking.supported("mamba_chunk_scan_combined", x.device)
@@ -214,23 +201,18 @@ def state_space(
     for name, t in (parameters | others).items():
         if t is not None:
             checking.same_device(name, t, "x", x)
-    for name, main_grad in main_grads.items():
-        destination.check_of(f"{name}_main_grad", main_grad, name, parameters[name], x)
-    if not options.low <= options.high:
-        want = "(low, high), low at most high"
-        raise ArgumentValueError(expected("dt_limit", want, (options.low, options.high)))
+    if not low <= high:
+        raise ArgumentValueError(expected("dt_limit", "(low, high), low at most high", (low, high)))
 
 
 def selective_scan(
     operands: StateSpace,
     cu_seqlens: torch.Tensor | None,
-    main_grads: dict[str, torch.Tensor | None],
-    options: StepOptions,
+    softplus: bool,
+    low: float,
+    high: float,
 ) -> None:
-    """Check the arguments of `op_selective.selective_scan`, whose rows are [B, ..., T].
-
-    main_grads: Of A, D and delta_bias, by name.
-    """
+    """Check the arguments of `op_selective.selective_scan`, whose rows are [B, ..., T]."""
     u, delta, A, B, C, D, z, delta_bias, initial_state = operands
     checking.operand("u", u, "[B, D, T]")
     checking.supported("selective_scan", u.device)
@@ -261,9 +243,6 @@ def selective_scan(
             checking.operand(name, t, dimensions, dtypes)
             checking.shape(name, t, sizes, which)
             checking.same_device(name, t, "u", u)
-    parameters = {"A": A, "D": D, "delta_bias": delta_bias}
-    for name, main_grad in main_grads.items():
-        destination.check_of(f"{name}_main_grad", main_grad, name, parameters[name], u)
 
 
 def step_options(dt_softplus: object, dt_limit: object, name: str = "dt_softplus") -> StepOptions:
@@ -294,16 +273,9 @@ def l2norm(x: torch.Tensor, eps: float) -> None:
         raise ArgumentValueError(expected("eps", "a number from 2^-126 to 2^40", eps))
 
 
-def decay_gate(
-    a: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    A_log_main_grad: torch.Tensor | None,
-    dt_bias_main_grad: torch.Tensor | None,
-    lower_bound: float | None,
-) -> None:
+def decay_gate(operands: Gate, cu_seqlens: torch.Tensor | None, lower_bound: float | None) -> None:
     """Check the arguments of `op_gate.decay_gate`."""
+    a, A_log, dt_bias = operands
     of_heads = gate_dimensions(a) == 3
     checking.operand("a", a, "[B, T, H]" if of_heads else "[B, T, H, K]")
     checking.supported("decay_gate", a.device)
@@ -313,18 +285,12 @@ def decay_gate(
         raise ShapeError(expected("a", f"an H of at most {most}", heads))
     if not of_heads:
         _multiple("a", "K", a.shape[3], *DELTA_SIZES)
-    parameters = {"A_log": (A_log, A_log_main_grad, heads, "[H]")}
-    if dt_bias is not None or dt_bias_main_grad is not None:
-        layout = "[H]" if of_heads else "[H K]"
-        parameters["dt_bias"] = dt_bias, dt_bias_main_grad, channels, layout
-    for name, (parameter, main_grad, size, layout) in parameters.items():
-        if parameter is not None:
+    of_bias = "dt_bias", dt_bias, channels, "[H]" if of_heads else "[H K]"
+    for name, parameter, size, layout in (("A_log", A_log, heads, "[H]"), of_bias):
+        if name == "A_log" or parameter is not None:
             checking.operand(name, parameter, layout)
-            if parameter.shape[0] != size:
-                want = f"shape [{size}], {layout[1:-1]} of a"
-                raise ShapeError(expected(name, want, list(parameter.shape)))
+            checking.shape(name, parameter, [size], f"{layout[1:-1]} of a")
             checking.same_device(name, parameter, "a", a)
-        destination.check_of(f"{name}_main_grad", main_grad, name, parameter, a)
     if lower_bound is not None and not -math.inf < checking.number("lower_bound", lower_bound) < 0:
         raise ArgumentValueError(expected("lower_bound", "a number below 0", lower_bound))
     count_of(cu_seqlens, "a", a)
@@ -403,16 +369,10 @@ def conv_state(
 
 
 def gated_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    gate: torch.Tensor,
-    main_grad: torch.Tensor | None,
-    activation: str,
-    eps: object,
-    norm_before_gate: bool,
-    group_size: int | None,
+    operands: Gated, activation: str, eps: object, norm_before_gate: bool, group_size: int | None
 ) -> None:
     """Check the arguments of `op_gated_norm.gated_norm`."""
+    x, weight, gate = operands
     checking.tensor("x", x)
     checking.dtype("x", x.dtype, checking.FLOATS)
     if x.dim() < 1 or not x.shape[-1]:
@@ -427,7 +387,6 @@ def gated_norm(
     checking.dtype("gate", gate.dtype, (x.dtype,))
     checking.shape("gate", gate, x.shape, "that of x")
     checking.same_device("gate", gate, "x", x)
-    destination.check_of("main_grad", main_grad, "weight", weight, x)
     group = width if group_size is None else group_size
     if group < 1 or width % group:
         raise ShapeError(expected("group_size", f"a factor of {width}, the D of x", group))

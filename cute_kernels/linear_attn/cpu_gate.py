@@ -35,7 +35,9 @@ def _rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (1.0 / (halves(x * x, -1) + eps).sqrt()[..., None]).float().double()
 
 
-def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
+def decay_gate(
+    gate: Gate, sequences: Sequences, lower_bound: float | None, out: torch.Tensor
+) -> None:
     """Write g [N, C] = -e^A_log softplus(a + dt_bias), or lower_bound sigmoid(e^A_log (a + ...)).
 
     Rows of no sequence are 0.
@@ -43,11 +45,15 @@ def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
     out.zero_()
     end = sequences.bounds()[-1][1]
     with ieee():
-        out[:end] = _values(gate, 0, end)[0]
+        out[:end] = _values(gate, lower_bound, 0, end)[0]
 
 
 def decay_gate_backward(
-    dg: torch.Tensor, gate: Gate, sequences: Sequences, gradients: GateGradients
+    dg: torch.Tensor,
+    gate: Gate,
+    sequences: Sequences,
+    lower_bound: float | None,
+    gradients: GateGradients,
 ) -> None:
     """Make the gradients of `decay_gate` from dg [N, C]; da of rows of no sequence is 0."""
     da, into_A_log, into_dt_bias = gradients
@@ -55,7 +61,7 @@ def decay_gate_backward(
         da.zero_()
     with ieee():
         for first, end in sequences.bounds():
-            _, slope, of_A_log = _values(gate, first, end)
+            _, slope, of_A_log = _values(gate, lower_bound, first, end)
             upstream = dg[first:end].double()
             if da is not None:
                 da[first:end] = upstream * slope
@@ -66,15 +72,17 @@ def decay_gate_backward(
                 add_chunks(into_dt_bias, upstream * slope)
 
 
-def _values(gate: Gate, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _values(
+    gate: Gate, lower_bound: float | None, first: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(g, dg/da, dg/dA_log) of rows, fp64."""
     x = gate.a[first:end].double()
     if gate.dt_bias is not None:
         x = x + gate.dt_bias.double()
     rate = elementary.exp(gate.A_log.double()).repeat_interleave(x.shape[1] // len(gate.A_log))
-    if gate.lower_bound is not None:
-        slope = elementary.derivative("sigmoid", rate * x) * gate.lower_bound * rate
-        return elementary.value("sigmoid", rate * x) * gate.lower_bound, slope, slope * x
+    if lower_bound is not None:
+        slope = elementary.derivative("sigmoid", rate * x) * lower_bound * rate
+        return elementary.value("sigmoid", rate * x) * lower_bound, slope, slope * x
     soft = torch.where(x > SOFTPLUS_LINEAR, x, elementary.softplus(x))
     g = -rate * soft
     return g, -rate * elementary.value("sigmoid", x), g

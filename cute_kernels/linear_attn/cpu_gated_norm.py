@@ -31,8 +31,8 @@ def gated_norm(operands: Gated, rule: GatedRule, y: torch.Tensor, rstd: torch.Te
 def gated_norm_backward(
     dy: torch.Tensor,
     operands: Gated,
-    rstd: torch.Tensor,
     rule: GatedRule,
+    rstd: torch.Tensor,
     gradients: GatedGradients,
 ) -> None:
     """Make the gradients of `gated_norm` from dy [M, D]."""

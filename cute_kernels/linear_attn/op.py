@@ -1,51 +1,340 @@
-"""The torch ops of linear attention: schemas, fakes, autograd.
+"""The torch ops of a function of rows, forward and backward: schemas, fakes, autograd.
 
-    causal_conv           x [B, D, T]: convolution, bias, SiLU
-    causal_conv_backward  (dx [B, D, T], dweight, dbias, d_initial)
+    forward   (operands, offsets, main_grads, options) -> out, and what is saved
+    backward  (d_out, operands, offsets, main_grads, saved, options, needs) -> gradients of operands
 
-Results [B, D, T] lie in channel-last memory, as rows [B, T, D].  A gradient that goes to its
-main_grad, or that nobody needs, is empty.
+A gradient that goes to its main_grad, or that is not needed, is empty.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
 import torch
 
-from .. import contracts
-from ..arch import CPU, TRITON
-from ..errors import UnsupportedTransformError
+from ..arch import CPU, CUTE_SM90, TRITON
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op, refuse_vmap
-from . import checks, config
-from .tensors import Conv, ConvGradients, Sequences
-
-_DTYPES = frozenset(config.DTYPE_NAMES)
-
-for _function in ("conv", "conv_backward"):
-    dispatch.register(
-        f"causal_{_function}",
-        {
-            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", _DTYPES),
-            CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
-        },
-        contract="causal_conv1d_fn",
-    )
+from ..runtime.torch_ops import define_op, refuse_double, refuse_vmap
+from .tensors import Sequences
 
 
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("causal_conv", device, dtype)
+class RowsOp:
+    """A function of rows: its names, layouts and launchers; a subclass for each.
+
+    entry: Of `dispatch`; that of the backward ends with ``_backward``.
+    public: The public function, whose contract covers it.
+    launchers: As `launched_by` returns them.
+    operands, gradients: Tuples that launchers take.
+    optional, of_rows, summed: Fields of operands that may be None, that have rows, and whose
+        gradients are sums over rows, which have a main_grad.
+    names, main_grads: Of operands and main_grads in the schema.
+    packs: Whether rows are those of sequences.
+    upstream: Gradients of results; that of out is always there.
+    saved: Tensors that the forward leaves to its backward.
+    options, options_of_forward: Other arguments, with types: of both passes, and of one.
+    instead_of_vmap: What does the same.
+    check: (operands, offsets, *options) -> nothing, or an exception.
+    """
+
+    entry: str
+    public: str
+    launchers: Mapping[str, Implementation]
+    operands: type
+    gradients: type
+    optional: tuple[str, ...] = ()
+    of_rows: tuple[str, ...]
+    summed: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    main_grads: tuple[str, ...] = ()
+    packs = True
+    upstream: tuple[str, ...] = ("dy",)
+    saved: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    options_of_forward: tuple[str, ...] = ()
+    instead_of_vmap = "the batch dimension of {} does"
+    check: Callable[..., None]
+
+    # ---- layouts ---------------------------------------------------------------------------------
+
+    def sizes(self, x: torch.Tensor) -> tuple[int, int]:
+        """(B, T) of x."""
+        return x.shape[0], x.shape[1]
+
+    def rows(self, t: torch.Tensor) -> torch.Tensor:
+        """Rows [N, ...] of [B, T, ...]: a view, or a copy where strides allow none."""
+        return t.flatten(0, 1)
+
+    def empty(self, t: torch.Tensor) -> torch.Tensor:
+        """Allocate a result like t, whose `rows` are a view."""
+        return t.new_empty(t.shape)
+
+    def rows_of(self, tensors):
+        """Return operands or gradients whose rows are [N, ...]."""
+        fields = zip(self.operands._fields, tensors, strict=True)
+        return type(tensors)(
+            *(self.rows(t) if f in self.of_rows and t is not None else t for f, t in fields)
+        )
+
+    # ---- launches --------------------------------------------------------------------------------
+
+    def entry_of(self, operands) -> str:
+        return self.entry
+
+    def public_of(self, operands) -> str:
+        return self.public
+
+    def like(self, operands) -> torch.Tensor:
+        """The operand that out is like."""
+        return operands[0]
+
+    def allocate(self, operands, offsets, options, on_cpu: bool) -> tuple[torch.Tensor, ...]:
+        """Allocate the results: out, others with gradients, what is saved."""
+        return (self.empty(self.like(operands)),)
+
+    def inputs(self, operands, offsets, options) -> tuple:
+        """What launchers of both passes read of the arguments."""
+        sequences = sequences_of(*self.sizes(operands[0]), offsets)
+        return self.rows_of(operands), sequences, *options
+
+    def outputs(self, results, options) -> tuple:
+        """What a forward writes."""
+        return (self.rows(results[0]),)
+
+    def saved_rows(self, saved) -> tuple:
+        """What a backward reads of what was saved."""
+        return ()
+
+    # ---- the ops ---------------------------------------------------------------------------------
+
+    def define(self) -> tuple[Callable, Callable]:
+        """Register both ops and their launchers; return the ops' entries."""
+        register(self.entry, self.public, self.launchers)
+        fields = self.operands._fields
+        self.names = self.names or fields
+        self._positions = [fields.index(name) for name in self.summed]
+        mains = self.main_grads = self.main_grads or tuple(
+            f"{self.names[i]}_main_grad" for i in self._positions
+        )
+        read = [
+            f"Tensor{'?' * (field in self.optional)} {name}"
+            for field, name in zip(fields, self.names, strict=True)
+        ]
+        read += ["Tensor? offsets"] * self.packs
+        options = [*self.options, *self.options_of_forward]
+        self._arguments = len(read) + len(mains) + len(options)
+        instead = self.instead_of_vmap.format(self.names[0])
+        vmap = refuse_vmap(self.public, f"is not supported; {instead} the same")
+        forward = define_op(
+            _schema(
+                self.entry,
+                [*read, *(f"Tensor? {name}" for name in mains), *options],
+                len(self.upstream) + len(self.saved),
+            ),
+            check=self._check,
+            # Memory of main_grads, and what reduces their parameters, is in no signature.
+            check_each=self._has_main_grads if mains else None,
+            plan=self._plan,
+            fake=self._fake,
+            setup=self._setup,
+            backward=self._backward,
+            vmap=vmap,
+        )
+        d_out, *others = self.upstream
+        upstream = [f"Tensor {d_out}", *(f"Tensor? {name}" for name in others)]
+        written = [f"Tensor({mark}!)? {name}" for mark, name in zip("abc", mains, strict=False)]
+        saved = [f"Tensor {name}" for name in self.saved]
+        self._backward_op = define_op(
+            _schema(
+                f"{self.entry}_backward",
+                [*upstream, *read, *written, *saved, *self.options, "bool[] needs"],
+                len(fields),
+            ),
+            plan=self._plan_backward,
+            fake=self._fake_backward,
+            vmap=vmap,
+        )
+        return forward, self._backward_op
+
+    def _split(self, args: Sequence) -> tuple:
+        """(operands, offsets, main_grads, other arguments)."""
+        count = len(self.names)
+        first = count + self.packs
+        end = first + len(self.summed)
+        offsets = args[count] if self.packs else None
+        return self.operands(*args[:count]), offsets, args[first:end], args[end:]
+
+    def _has_main_grads(self, *args) -> bool:
+        return any(t is not None for t in self._split(args)[2])
+
+    def _check(self, *args):
+        operands, offsets, main_grads, options = self._split(args)
+        self.check(operands, offsets, *options[: len(self.options)])
+        for i, name, main_grad in zip(self._positions, self.main_grads, main_grads, strict=True):
+            destination.check_of(name, main_grad, self.names[i], operands[i], operands[0])
+
+    def _check_no_aliases(self, main_grads: Sequence, names: Iterable, read: Iterable) -> None:
+        """Check that each main_grad shares memory with no other and with nothing that is read."""
+        named = list(zip(self.main_grads, main_grads, strict=True))
+        for i, (name, main_grad) in enumerate(named):
+            if main_grad is not None:
+                others = dict(zip(names, read, strict=True))
+                destination.check_no_alias(main_grad, name, **dict(named[i + 1 :]), **others)
+
+    def _fake(self, *args):
+        operands, offsets, _, options = self._split(args)
+        return _alone(self.allocate(operands, offsets, options, args[0].device.type == "cpu"))
+
+    def _plan(self, *args):
+        x, (operands, *_) = args[0], self._split(args)
+        if not x.numel():
+            return Plan(self._run_nothing, cacheable=False)
+        entry = self.entry_of(operands)
+        launch = dispatch.launcher(entry, x.device, x.dtype)
+        on_cpu = dispatch.backend(entry, x.device, x.dtype) == CPU
+
+        def run(*args):
+            operands, offsets, main_grads, options = self._split(args)
+            self._check_no_aliases(main_grads, self.names, operands)
+            results = self.allocate(operands, offsets, options, on_cpu)
+            inputs = self.inputs(operands, offsets, options[: len(self.options)])
+            launch(*inputs, *self.outputs(results, options))
+            return _alone(results)
+
+        return Plan(run)
+
+    def _run_nothing(self, *args):
+        return self._fake(*args)
+
+    def _split_backward(self, args: Sequence) -> tuple:
+        """(upstream, operands, offsets, main_grads, saved, options, needs)."""
+        count, saved = len(self.upstream), len(self.saved)
+        *before, others = self._split(args[count:])
+        return args[:count], *before, others[:saved], others[saved:-1], others[-1]
+
+    def _fake_backward(self, *args):
+        _, operands, _, main_grads, *_, needs = self._split_backward(args)
+        elsewhere = dict(zip(self._positions, main_grads, strict=True))
+        return tuple(
+            args[0].new_empty(0)
+            if not need or elsewhere.get(i) is not None
+            else self.empty(t)
+            if self.operands._fields[i] in self.of_rows
+            else t.new_empty(t.shape)
+            for i, (t, need) in enumerate(zip(operands, needs, strict=True))
+        )
+
+    def _plan_backward(self, *args):
+        operands = self._split_backward(args)[1]
+        x = operands[0]
+        if not x.numel():
+            return Plan(self._run_backward_of_nothing, cacheable=False)
+        launch = dispatch.launcher(f"{self.entry_of(operands)}_backward", x.device, x.dtype)
+
+        def run(*args):
+            upstream, operands, offsets, mains, saved, options, needs = self._split_backward(args)
+            self._check_no_aliases(mains, self.upstream, upstream)
+            results = list(self._fake_backward(*args))
+            into = [t if need else None for t, need in zip(results, needs, strict=True)]
+            sums = [(i, t) for i, t in zip(self._positions, mains, strict=True) if needs[i]]
+            for i, main_grad in sums:
+                into[i] = sum_of(operands[i], main_grad)
+            launch(
+                self.rows(upstream[0]), *upstream[1:], *self.inputs(operands, offsets, options),
+                *self.saved_rows(saved), self.rows_of(self.gradients(*into)),
+            )  # fmt: skip
+            for i, main_grad in sums:
+                if main_grad is None:
+                    results[i].copy_(into[i])
+            return tuple(results)
+
+        return Plan(run)
+
+    def _run_backward_of_nothing(self, *args):
+        return tuple([t.zero_() for t in self._fake_backward(*args)])
+
+    def with_gradients(self, options) -> int:
+        """Number of results that have gradients."""
+        return len(self.upstream)
+
+    def _setup(self, ctx, inputs, output):
+        operands, offsets, main_grads, options = self._split(inputs)
+        results = output if isinstance(output, tuple) else (output,)
+        ctx.save_for_backward(*operands, offsets, *results[len(self.upstream) :])
+        ctx.options = options[: len(self.options)]
+        # Not saved tensors: an earlier micro-batch may write them before this backward reads them.
+        ctx.main_grads = dict(zip(self._positions, main_grads, strict=True))
+        if len(results) > 1:
+            ctx.mark_non_differentiable(*results[self.with_gradients(options) :])
+            ctx.set_materialize_grads(False)
+
+    def _backward(self, ctx, d_out, *others):
+        count = len(self.names)
+        operands = self.operands(*ctx.saved_tensors[:count])
+        offsets, *saved = ctx.saved_tensors[count:]
+        refuse_double(self.public_of(operands))
+        if d_out is None:
+            d_out = torch.zeros_like(self.like(operands))
+        upstream = d_out, *others[: len(self.upstream) - 1]
+        targets = destination.targets(ctx, operands, ctx.main_grads, upstream)
+        needs = list(ctx.needs_input_grad[:count])
+        for i, target in targets.items():
+            needs[i] = target.wanted
+        results = self._backward_op(
+            *upstream, *operands, *[offsets] * self.packs, *(t.into for t in targets.values()),
+            *saved, *ctx.options, needs,
+        )  # fmt: skip
+        for i, target in targets.items():
+            needs[i] = target.returned
+            if target.wanted:
+                target.written()
+        gradients = [t if need else None for t, need in zip(results, needs, strict=True)]
+        return *gradients, *[None] * (self._arguments - count)
 
 
-for _name in ("causal_conv1d_fn", "causal_conv1d_update"):
-    contracts.register(contracts.Contract(_name, config.KEPT, config.conv_facts, _backend))
+class ChannelLast:
+    """Layout of operands [B, ..., T] whose rows are channel-last memory."""
+
+    def sizes(self, x: torch.Tensor) -> tuple[int, int]:
+        return x.shape[0], x.shape[2]
+
+    def rows(self, t: torch.Tensor) -> torch.Tensor:
+        """Rows [N, ...] of [B, ..., T]: a view of channel-last memory, else a copy."""
+        return t.movedim(-1, 1).flatten(0, 1)
+
+    def empty(self, t: torch.Tensor) -> torch.Tensor:
+        """Allocate [B, ..., T] like t, as rows [B, T, ...]: no view, to be written in place."""
+        _, *sizes, length = t.shape
+        strides = [1]
+        for size in reversed(sizes):
+            strides.insert(0, strides[0] * size)
+        row, *others = strides
+        return t.new_empty_strided(t.shape, (length * row, *others, row))
 
 
-def _check_each(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-    # Memory of main_grads, and what reduces their parameters, is in no signature.
-    return main_grad is not None or bias_main_grad is not None
+def launched_by(
+    triton: str, cpu: str, on_gpus: frozenset[torch.dtype] = dispatch.FLOATS, sm90: str = ""
+) -> dict[str, Implementation]:
+    """Backend -> launcher, as "module:function"; ``*``: where the backward has ``_backward``."""
+    on_sm90 = {CUTE_SM90: Implementation(f"{__package__}.{sm90}", on_gpus)} if sm90 else {}
+    return {
+        **on_sm90,
+        TRITON: Implementation(f"{__package__}.triton.{triton}", on_gpus),
+        CPU: Implementation(f"{__package__}.{cpu}", dispatch.FLOATS),
+    }
+
+
+def register(entry: str, public: str, launchers: Mapping[str, Implementation]) -> None:
+    """Register an entry of `dispatch` and that of its backward."""
+    for end in ("", "_backward"):
+        implementations = {
+            backend: replace(each, launcher=each.launcher.replace("*", end))
+            for backend, each in launchers.items()
+        }
+        dispatch.register(f"{entry}{end}", implementations, contract=public)
 
 
 def sequences_of(batch: int, length: int, offsets: torch.Tensor | None) -> Sequences:
@@ -55,86 +344,6 @@ def sequences_of(batch: int, length: int, offsets: torch.Tensor | None) -> Seque
     return Sequences(batch * length, 0, offsets.contiguous())
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [B, D, T] as rows [B T, D]: a view of channel-last memory, else a copy."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1])
-
-
-def channel_last(x: torch.Tensor) -> torch.Tensor:
-    """Allocate [B, ..., T] like x, as rows [B, T, ...].
-
-    It is no view, so that it may be written in place.
-    """
-    _, *sizes, length = x.shape
-    strides = [1]
-    for size in reversed(sizes):
-        strides.insert(0, strides[0] * size)
-    row, *others = strides
-    return x.new_empty_strided(x.shape, (length * row, *others, row))
-
-
-def _fake(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-    return channel_last(x)
-
-
-def _plan(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-    if not x.numel():
-        return Plan(_fake, cacheable=False)
-    launch = dispatch.launcher("causal_conv", x.device, x.dtype)
-
-    def run(x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu):
-        read = {"x": x, "weight": weight, "bias": bias, "initial_states": initial}
-        destination.check_no_aliases(main_grad, bias_main_grad, **read)
-        out = channel_last(x)
-        launch(
-            Conv(_rows(x), weight, bias, initial),
-            sequences_of(x.shape[0], x.shape[2], offsets),
-            silu,
-            _rows(out),
-        )
-        return out
-
-    return Plan(run)
-
-
-def _fake_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
-    of_x, of_weight, of_bias, of_initial = needs
-    wanted = of_weight and main_grad is None, of_bias and bias_main_grad is None, of_initial
-    return channel_last(x) if of_x else x.new_empty(0), *(
-        like.new_empty(like.shape) if want else x.new_empty(0)
-        for like, want in zip((weight, bias, initial), wanted, strict=True)
-    )
-
-
-def _plan_backward(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
-    if not x.numel():
-        return Plan(_run_backward_of_nothing, cacheable=False)
-    launch = dispatch.launcher("causal_conv_backward", x.device, x.dtype)
-
-    def run(dy, x, weight, bias, initial, offsets, main_grad, bias_main_grad, silu, needs):
-        destination.check_no_aliases(main_grad, bias_main_grad, dy=dy)
-        of_x, of_weight, of_bias, of_initial = needs
-        sums = (
-            sum_of(weight, main_grad) if of_weight else None,
-            sum_of(bias, bias_main_grad) if of_bias else None,
-        )
-        dx = channel_last(x) if of_x else None
-        d_initial = x.new_empty(initial.shape) if of_initial else None
-        rows = None if dx is None else _rows(dx)
-        operands = (
-            Conv(_rows(x), weight, bias, initial),
-            sequences_of(x.shape[0], x.shape[2], offsets),
-            silu,
-        )
-        launch(_rows(dy), *operands, ConvGradients(rows, *sums, d_initial))
-        d_weight = sums[0].to(weight.dtype) if of_weight and main_grad is None else None
-        d_bias = sums[1].to(bias.dtype) if of_bias and bias_main_grad is None else None
-        results = dx, d_weight, d_bias, d_initial
-        return tuple([x.new_empty(0) if t is None else t for t in results])
-
-    return Plan(run)
-
-
 def sum_of(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
     """The fp32 tensor that a gradient is added to."""
     if main_grad is not None:
@@ -142,81 +351,11 @@ def sum_of(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Ten
     return parameter.new_zeros(parameter.shape, dtype=torch.float32)
 
 
-def _run_backward_of_nothing(dy, *args):
-    dx, *sums = _fake_backward(dy, *args)
-    return dx, *(t.zero_() for t in sums)
+def _alone(results: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """A tuple of several results, or the only one."""
+    return results if len(results) > 1 else results[0]
 
 
-def _setup(ctx, inputs, output):
-    x, weight, bias, initial, offsets, main_grad, bias_main_grad, ctx.silu = inputs
-    ctx.save_for_backward(x, weight, bias, initial, offsets)
-    # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
-    ctx.main_grads = {1: main_grad, 2: bias_main_grad}
-
-
-def _backward(ctx, dy):
-    if torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.causal_conv1d_fn: double backward (create_graph=True) is not available"
-        )
-    x, weight, bias, initial, offsets = ctx.saved_tensors
-    inputs = x, weight, bias, initial, offsets
-    targets = destination.targets(ctx, inputs, ctx.main_grads, (dy,))
-    of_weight, of_bias = targets[1], targets[2]
-    wanted = [t is not None and t.wanted for t in (of_weight, of_bias)]
-    into = [t.into for t in (of_weight, of_bias)]
-    needs = [ctx.needs_input_grad[0], *wanted, ctx.needs_input_grad[3]]
-    results = causal_conv_backward(dy, x, weight, bias, initial, offsets, *into, ctx.silu, needs)
-    dx, d_weight, d_bias, d_initial = results
-    for target in (of_weight, of_bias):
-        if target.wanted:
-            target.written()
-    return (
-        dx if needs[0] else None,
-        d_weight if of_weight.returned else None,
-        d_bias if of_bias.returned else None,
-        d_initial if needs[3] else None,
-        None, None, None, None,
-    )  # fmt: skip
-
-
-_OPERANDS = "Tensor weight, Tensor? bias, Tensor? initial, Tensor? offsets"
-_vmap = refuse_vmap("causal_conv1d_fn", "is not supported; the batch dimension of x does the same")
-causal_conv = define_op(
-    f"causal_conv(Tensor x, {_OPERANDS}, Tensor? main_grad, Tensor? bias_main_grad, bool silu) "
-    "-> Tensor",
-    check=checks.conv,
-    check_each=_check_each,
-    plan=_plan,
-    fake=_fake,
-    setup=_setup,
-    backward=_backward,
-    vmap=_vmap,
-)
-causal_conv_backward = define_op(
-    f"causal_conv_backward(Tensor dy, Tensor x, {_OPERANDS}, Tensor(a!)? main_grad, "
-    "Tensor(b!)? bias_main_grad, bool silu, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
-    plan=_plan_backward,
-    fake=_fake_backward,
-    vmap=_vmap,
-)
-
-
-def final_states(
-    x: torch.Tensor,
-    initial: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    tail: int,
-) -> torch.Tensor:
-    """The last ``tail`` inputs of each sequence [S, D, tail], older ones from ``initial`` or 0."""
-    batch, channels, length = x.shape
-    count = batch if offsets is None else offsets.shape[0] - 1
-    before = x.new_zeros(count, channels, tail) if initial is None else initial
-    if offsets is None or not length:
-        return torch.cat([before, x[:count] if length else before], 2)[:, :, -tail:]
-    first, end = offsets[:-1, None], offsets[1:, None]
-    row = end - tail + torch.arange(tail, device=x.device)
-    inside = row >= first
-    last = x[0].index_select(1, row.clamp(min=0).flatten()).view(channels, -1, tail).transpose(0, 1)
-    older = (row - first + tail).clamp(0, tail - 1)[:, None].expand_as(before)
-    return torch.where(inside[:, None], last, before.gather(2, older))
+def _schema(name: str, arguments: Sequence[str], results: int) -> str:
+    returned = f"({', '.join(['Tensor'] * results)})" if results > 1 else "Tensor"
+    return f"{name}({', '.join(arguments)}) -> {returned}"

@@ -5,23 +5,16 @@ from __future__ import annotations
 import torch
 
 from . import checks, config
-from .op import channel_last
+from .op import ChannelLast
 from .op_scan import Scan
 from .tensors import StateSpace, StateSpaceGradients, StateSpaceSaved
 
 
-class _Selective(Scan):
+class _Selective(ChannelLast, Scan):
     entry, public, chunk = "selective_scan", "selective_scan", config.SELECTIVE_CHUNK
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
-    triton = ("selective", "selective")
+    triton = "selective"
     facts, check = staticmethod(config.selective_facts), staticmethod(checks.selective_scan)
-
-    def sizes(self, x: torch.Tensor) -> tuple[int, int]:
-        return x.shape[0], x.shape[2]
-
-    def rows(self, t: torch.Tensor) -> torch.Tensor:
-        """Rows [N, ...] of [B, ..., T]: a view of channel-last memory, else a copy."""
-        return t.movedim(-1, 1).flatten(0, 1)
 
     def rows_of(self, tensors: StateSpace | StateSpaceGradients):
         """B and C are [N, G, N_], also of one group."""
@@ -31,13 +24,10 @@ class _Selective(Scan):
             **{n: t.unsqueeze(1) for n, t in pairs if t is not None and t.dim() == 2}
         )
 
-    def empty(self, t: torch.Tensor) -> torch.Tensor:
-        return channel_last(t)
-
     def state(self, operands: StateSpace) -> tuple[int, int]:
         return tuple(operands.A.shape)
 
-    def saved(self, operands: StateSpace, slots: int, on_cpu: bool) -> StateSpaceSaved:
+    def saved_tensors(self, operands: StateSpace, slots: int, on_cpu: bool) -> StateSpaceSaved:
         x, (channels, size) = operands.x, operands.A.shape
         # On GPUs a state's channels lie side by side.
         state = (channels, size) if on_cpu else (size, channels)

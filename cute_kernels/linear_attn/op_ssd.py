@@ -11,13 +11,13 @@ from .tensors import StateSpace, StateSpaceSaved
 
 class _Ssd(Scan):
     entry, public, chunk = "ssd_scan", "mamba_chunk_scan_combined", config.SSD_CHUNK
-    triton, dtypes = ("ssd", "ssd_backward"), frozenset({torch.bfloat16})
+    triton, dtypes = "ssd*", frozenset({torch.bfloat16})
     facts, check = staticmethod(config.ssd_facts), staticmethod(checks.state_space)
 
     def state(self, operands: StateSpace) -> tuple[int, int, int]:
         return *operands.x.shape[2:], operands.B.shape[3]
 
-    def saved(self, operands: StateSpace, slots: int, on_cpu: bool) -> StateSpaceSaved:
+    def saved_tensors(self, operands: StateSpace, slots: int, on_cpu: bool) -> StateSpaceSaved:
         x, rows = operands.x, operands.x.shape[0] * operands.x.shape[1]
         states = slots, *self.state(operands)
         if on_cpu:

@@ -176,13 +176,12 @@ class Gate(NamedTuple):
     """Operands of a decay.
 
     a: Rows [N, C], C a multiple of H: C / H consecutive channels have a head's A_log.  A_log: [H].
-    dt_bias: [C] or None.  lower_bound: Of the decay's log; None: none.
+    dt_bias: [C] or None.
     """
 
     a: torch.Tensor
     A_log: torch.Tensor
     dt_bias: torch.Tensor | None
-    lower_bound: float | None = None
 
 
 class GateGradients(NamedTuple):

@@ -119,7 +119,7 @@ def gate_operands(case: Case, seed: int = 0) -> GateOperands:
 
 def decay(launch, case: Case, o: GateOperands, sums=None) -> list[torch.Tensor]:
     """Results of both passes of launchers of the decay: g, da, dA_log, d_dt_bias."""
-    call = Gate(*o[:3], case.bound), case.sequences
+    call = Gate(*o[:3]), case.sequences, case.bound
     g, da = torch.full_like(o.dg, float("nan")), torch.full_like(o.a, float("nan"))
     launch.decay_gate(*call, g)
     if sums is None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.linear_attn import cpu_delta, op_delta
+from cute_kernels.linear_attn import cpu_delta
+from cute_kernels.linear_attn.op_delta import RULE
 from cute_kernels.linear_attn.tensors import DeltaGradients, DeltaRule, DeltaSaved, Last
 
 from .delta_cases import Case, operands, upstream
@@ -31,19 +32,18 @@ def slow(given: Case) -> DeltaRule:
 
 
 def forward(launch, given: Case, o: DeltaRule, lag: int = -1) -> Forward:
-    k, v, g = (t.unflatten(0, (1, -1)) for t in (o.k, o.v, o.g))
-    rows = given.rows if given.batch == 0 else given.batch * given.lengths[0]
-    assert rows == len(o.v)
-    saved = op_delta._saved(*batched(given, k, v, g), given.offsets, on_cpu=launch is cpu_delta)
+    saved = saved_of(given, o, on_cpu=launch is cpu_delta)
     out = torch.full_like(o.v, float("nan"))
     final = torch.full((given.count, given.heads[1], *given.sizes), float("nan"))
     launch.delta_rule(o, given.sequences, SCALE, out, Last(final, lag), saved)
     return Forward(out, final, saved)
 
 
-def batched(given: Case, *rows: torch.Tensor) -> list[torch.Tensor]:
+def saved_of(given: Case, o: DeltaRule, on_cpu: bool = False) -> DeltaSaved:
+    """Tensors for what a forward saves, not written."""
     shape = (given.batch, given.lengths[0]) if given.batch else (1, given.rows)
-    return [t[0].unflatten(0, shape) for t in rows]
+    rows = o._replace(**{n: getattr(o, n).unflatten(0, shape) for n in RULE.of_rows})
+    return RULE.saved_tensors(rows, given.sequences.slots(RULE.chunk), on_cpu)
 
 
 def backward(launch, given: Case, o: DeltaRule, of: Forward, slopes=None) -> DeltaGradients:

@@ -63,7 +63,7 @@ def run(launch, case: Case, o: Operands, main: torch.Tensor | None = None) -> li
     if o.weight is not None and main is None:
         main = torch.zeros(case.width)
     gradients = GatedGradients(dx, main, d_gate)
-    launch.gated_norm_backward(o.dy, o.gated, rstd, case.rule, gradients)
+    launch.gated_norm_backward(o.dy, o.gated, case.rule, rstd, gradients)
     return [y, dx, d_gate, *([] if main is None else [main])]
 
 

@@ -45,7 +45,7 @@ def saved_of(given: Case, o: StateSpace, on_cpu: bool = False) -> StateSpaceSave
     """Tensors for what a forward saves, not written."""
     scan, _ = OPS[given.selective]
     rows = o._replace(x=laid(given, o.x), B=laid(given, o.B))
-    return scan.saved(rows, given.sequences.slots(scan.chunk), on_cpu)
+    return scan.saved_tensors(rows, given.sequences.slots(scan.chunk), on_cpu)
 
 
 def slow(given: Case) -> StateSpace:

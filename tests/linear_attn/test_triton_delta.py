@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.cpu import elementary
-from cute_kernels.linear_attn import cpu_delta, op_delta
+from cute_kernels.linear_attn import cpu_delta
 from cute_kernels.linear_attn.tensors import DeltaRule, Last
 from ptxsim.skips import requires_core
 from tests.contract import same_bytes
@@ -31,7 +31,7 @@ from tests.triton_runner import (
 )
 
 from .delta_cases import BF16, FP32, Case, operands, upstream
-from .delta_launches import ALLOWED, SCALE, Forward, backward, batched, forward, slow
+from .delta_launches import ALLOWED, SCALE, Forward, backward, forward, saved_of, slow
 from .triton_engine import DELTA, DELTA_BACKWARD, KDA, KDA_BACKWARD
 
 pytestmark = pytest.mark.simulates("linear_attn.triton")
@@ -403,8 +403,7 @@ def everything(given: Case):
     o = operands(given)
 
     def call(launch) -> None:
-        rows = batched(given, *(t.unflatten(0, (1, -1)) for t in (o.k, o.v, o.g)))
-        saved = op_delta._saved(*rows, given.offsets, on_cpu=False)
+        saved = saved_of(given, o)
         final = torch.empty(given.count, given.heads[1], *given.sizes)
         if hasattr(launch, "delta_rule_backward"):
             of = Forward(o.v, final, saved)

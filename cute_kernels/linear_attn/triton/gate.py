@@ -50,20 +50,31 @@ def _row_options(x: torch.Tensor) -> dict[str, int | bool]:
     return {"K": width, "BLOCK_K": next_power_of_2(width), "ROWS": TRITON.norm_rows, **_OPTIONS}
 
 
-def decay_gate(gate: Gate, sequences: Sequences, out: torch.Tensor) -> None:
+def decay_gate(
+    gate: Gate, sequences: Sequences, lower_bound: float | None, out: torch.Tensor
+) -> None:
     """Triton implementation of `cpu_gate.decay_gate`."""
     tensors, (rows, _, *sizes) = _tensors(gate, sequences), _sizes(gate, sequences)
     with torch.cuda.device(out.device):
         kernels.decay_kernel[(cdiv(out.numel(), TRITON.gate_elements),)](
-            *tensors, out, rows, *sizes, ELEMENTS=TRITON.gate_elements, **_options(gate)
+            *tensors,
+            out,
+            rows,
+            *sizes,
+            ELEMENTS=TRITON.gate_elements,
+            **_options(gate, lower_bound),
         )
 
 
 def decay_gate_backward(
-    dg: torch.Tensor, gate: Gate, sequences: Sequences, gradients: GateGradients
+    dg: torch.Tensor,
+    gate: Gate,
+    sequences: Sequences,
+    lower_bound: float | None,
+    gradients: GateGradients,
 ) -> None:
     """Triton implementation of `cpu_gate.decay_gate_backward`."""
-    dg, options = contiguous("decay_gate", "dg", dg, "no gaps"), _options(gate)
+    dg, options = contiguous("decay_gate", "dg", dg, "no gaps"), _options(gate, lower_bound)
     tensors, (rows, length, *sizes) = (dg, *_tensors(gate, sequences)), _sizes(gate, sequences)
     with torch.cuda.device(dg.device):
         if gradients.da is not None:
@@ -84,7 +95,7 @@ def decay_gate_backward(
 
 
 def _tensors(gate: Gate, sequences: Sequences) -> tuple:
-    a, A_log, dt_bias, _ = gate
+    a, A_log, dt_bias = gate
     return (
         _last_dense("decay_gate", "a", a),
         A_log.contiguous(),
@@ -100,6 +111,6 @@ def _sizes(gate: Gate, sequences: Sequences) -> tuple[int, ...]:
     return a.shape[0], sequences.length, sequences.count, a.shape[1], stride
 
 
-def _options(gate: Gate) -> dict[str, int | float | None]:
+def _options(gate: Gate, lower_bound: float | None) -> dict[str, int | float | None]:
     each = gate.a.shape[1] // len(gate.A_log)
-    return {"EACH": each, "BOUND": gate.lower_bound, **_OPTIONS}
+    return {"EACH": each, "BOUND": lower_bound, **_OPTIONS}

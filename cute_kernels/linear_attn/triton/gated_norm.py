@@ -34,8 +34,8 @@ def gated_norm(operands: Gated, rule: GatedRule, y: torch.Tensor, rstd: torch.Te
 def gated_norm_backward(
     dy: torch.Tensor,
     operands: Gated,
-    rstd: torch.Tensor,
     rule: GatedRule,
+    rstd: torch.Tensor,
     gradients: GatedGradients,
 ) -> None:
     """Triton implementation of `cpu_gated_norm.gated_norm_backward`."""
