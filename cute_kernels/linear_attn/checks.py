@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -56,62 +57,41 @@ def conv(operands: Conv, cu_seqlens: torch.Tensor | None, silu: bool) -> None:
     x, weight, bias, initial_states = operands
     checking.operand("x", x, "[B, D, T]")
     checking.supported("causal_conv1d_fn", x.device)
-    checking.operand("weight", weight, "[D, W]")
-    channels = x.shape[1]
+    channels, on_x = x.shape[1], ("x", x)
     if channels > MAX_CHANNELS:
         raise ShapeError(expected("x", f"a D of at most {MAX_CHANNELS}", channels))
+    checking.operand("weight", weight, "[D, W]")
     if weight.shape[0] != channels or weight.shape[1] not in CONV_WIDTHS:
-        widths = ", ".join(map(str, CONV_WIDTHS))
-        want = f"shape [{channels}, W], D of x, W one of {widths}"
+        want = f"shape [{channels}, W], D of x, W one of {', '.join(map(str, CONV_WIDTHS))}"
         raise ShapeError(expected("weight", want, list(weight.shape)))
-    checking.same_device("weight", weight, "x", x)
-    if bias is not None:
-        checking.operand("bias", bias, "[D]")
-        if bias.shape[0] != channels:
-            raise ShapeError(expected("bias", f"shape [{channels}], D of x", list(bias.shape)))
-        checking.same_device("bias", bias, "x", x)
-    sequences = count_of(cu_seqlens, "x", x)
-    if initial_states is not None:
-        want = [sequences, channels, weight.shape[1] - 1]
-        checking.tensor("initial_states", initial_states)
-        if list(initial_states.shape) != want:
-            got = list(initial_states.shape)
-            raise ShapeError(
-                expected("initial_states", f"shape {want}: [sequences, D, W - 1]", got)
-            )
-        checking.dtype("initial_states", initial_states.dtype, (x.dtype,))
-        checking.same_device("initial_states", initial_states, "x", x)
+    checking.same_device("weight", weight, *on_x)
+    _optional("bias", bias, "[D]", (channels,), "D of x", on_x)
+    states = count_of(cu_seqlens, "x", x), channels, weight.shape[1] - 1
+    _optional("initial_states", initial_states, "[sequences, D, W - 1]", states, "", on_x, x.dtype)
 
 
 def delta_rule(operands: DeltaRule, cu_seqlens: torch.Tensor | None, scale: float | None) -> None:
     """Check the arguments of `op_delta.gated_delta_rule`, whose rows are [B, T, H, ...]."""
     q, k, v, g, beta, initial_state = operands
     queries_and_keys(q, k)
+    on_q = "q", q
     checking.operand("v", v, "[B, T, HV, V]", (q.dtype,))
-    if v.shape[:2] != q.shape[:2]:
-        want = f"shape [{q.shape[0]}, {q.shape[1]}, HV, V], B and T of q"
-        raise ShapeError(expected("v", want, list(v.shape)))
     _multiple("v", "HV, heads,", v.shape[2], q.shape[2], MAX_HEADS)
     _multiple("v", "V", v.shape[3], *DELTA_SIZES)
     _on_gpus("q", "K", q, DELTA_GPU_SIZES)
     _on_gpus("v", "V", v, DELTA_GPU_SIZES)
-    checking.same_device("v", v, "q", q)
-    channels = gate_dimensions(g) == 4
-    of_g = "[B, T, HV, K]" if channels else "[B, T, HV]", q.shape[3:] if channels else ()
-    for name, t, (layout, more), dtypes in (
-        ("g", g, of_g, ()),
-        ("beta", beta, ("[B, T, HV]", ()), (q.dtype,)),
-    ):
-        checking.operand(name, t, layout, (*dtypes, torch.float32))
-        checking.same_device(name, t, "q", q)
-        whose = "B, T, HV of v" + (", K of q" if more else "")
-        checking.shape(name, t, (*v.shape[:3], *more), whose)
-    sequences = count_of(cu_seqlens, "q", q)
-    if initial_state is not None:
-        checking.operand("initial_state", initial_state, "[S, HV, K, V]", (torch.float32,))
-        want = sequences, v.shape[2], q.shape[3], v.shape[3]
-        checking.shape("initial_state", initial_state, want, "[sequences, HV, K, V]")
-        checking.same_device("initial_state", initial_state, "q", q)
+    _operand("v", v, "[B, T, HV, V]", (*q.shape[:2], *v.shape[2:]), "B and T of q", on_q, q.dtype)
+    layout, sizes, whose = "[B, T, HV]", v.shape[:3], "B, T, HV of v"
+    if gate_dimensions(g) == 4:
+        by_channel = (*sizes, q.shape[3])
+        _operand("g", g, "[B, T, HV, K]", by_channel, f"{whose}, K of q", on_q, torch.float32)
+    else:
+        _operand("g", g, layout, sizes, whose, on_q, torch.float32)
+    _operand("beta", beta, layout, sizes, whose, on_q, q.dtype, torch.float32)
+    states = count_of(cu_seqlens, "q", q), v.shape[2], q.shape[3], v.shape[3]
+    _optional(
+        "initial_state", initial_state, "[sequences, HV, K, V]", states, "", on_q, torch.float32
+    )
     if scale is not None and not math.isfinite(checking.number("scale", scale)):
         raise ArgumentValueError(expected("scale", "a finite number", scale))
 
@@ -163,44 +143,27 @@ def state_space(
     x, dt, A, B, C, D, z, dt_bias, initial_states = operands
     checking.operand("x", x, "[B, T, H, P]")
     checking.supported("mamba_chunk_scan_combined", x.device)
-    heads, size = x.shape[2:]
+    (heads, size), on_x, fp32 = x.shape[2:], ("x", x), torch.float32
     _multiple("x", "H, heads,", heads, 1, MAX_HEADS)
     _multiple("x", "P", size, *DELTA_SIZES)
-    checking.operand("dt", dt, "[B, T, H]")
-    checking.shape("dt", dt, x.shape[:3], "B, T, H of x")
-    checking.operand("A", A, "[H]", (torch.float32,))
+    _operand("dt", dt, "[B, T, H]", x.shape[:3], "B, T, H of x", on_x)
+    _operand("A", A, "[H]", (heads,), "H of x", on_x, fp32)
     checking.operand("B", B, "[B, T, G, N]", (x.dtype,))
-    if B.shape[:2] != x.shape[:2]:
-        want = f"shape [{x.shape[0]}, {x.shape[1]}, G, N], B and T of x"
-        raise ShapeError(expected("B", want, list(B.shape)))
-    if B.shape[2] < 1 or heads % B.shape[2]:
-        raise ShapeError(expected("B", f"G, groups, a divisor of H = {heads}", B.shape[2]))
+    _divisor("B", B.shape[2], "H", heads)
     _multiple("B", "N", B.shape[3], *DELTA_SIZES)
     _on_gpus("x", "P", x, SSD_GPU_SIZES[0])
     _on_gpus("B", "N", B, SSD_GPU_SIZES[1])
-    checking.operand("C", C, "[B, T, G, N]", (x.dtype,))
-    checking.shape("C", C, B.shape, "that of B")
+    of_B = *x.shape[:2], *B.shape[2:]
+    _operand("B", B, "[B, T, G, N]", of_B, "B and T of x", on_x, x.dtype)
+    _operand("C", C, "[B, T, G, N]", B.shape, "that of B", on_x, x.dtype)
     if D is not None:
         checking.tensor("D", D)
-        checking.operand("D", D, "[H]" if D.dim() == 1 else "[H, P]")
-        checking.shape("D", D, x.shape[2 : 2 + D.dim()], "H, or H and P, of x")
-    if z is not None:
-        checking.operand("z", z, "[B, T, H, P]", (x.dtype,))
-        checking.shape("z", z, x.shape, "that of x")
-    sequences = count_of(cu_seqlens, "x", x)
-    if initial_states is not None:
-        checking.operand("initial_states", initial_states, "[S, H, P, N]", (torch.float32,))
-        want = sequences, heads, size, B.shape[3]
-        checking.shape("initial_states", initial_states, want, "[sequences, H, P, N]")
-    parameters = {"A": A, "D": D, "dt_bias": dt_bias}
-    for name in ("A", "dt_bias"):
-        if parameters[name] is not None:
-            checking.operand(name, parameters[name], "[H]")
-            checking.shape(name, parameters[name], (heads,), "H of x")
-    others = {"dt": dt, "B": B, "C": C, "z": z, "initial_states": initial_states}
-    for name, t in (parameters | others).items():
-        if t is not None:
-            checking.same_device(name, t, "x", x)
+        layout = "[H]" if D.dim() == 1 else "[H, P]"
+        _operand("D", D, layout, x.shape[2 : 2 + D.dim()], "H, or H and P, of x", on_x)
+    _optional("z", z, "[B, T, H, P]", x.shape, "that of x", on_x, x.dtype)
+    _optional("dt_bias", dt_bias, "[H]", (heads,), "H of x", on_x)
+    states = count_of(cu_seqlens, "x", x), heads, size, B.shape[3]
+    _optional("initial_states", initial_states, "[sequences, H, P, N]", states, "", on_x, fp32)
     if not low <= high:
         raise ArgumentValueError(expected("dt_limit", "(low, high), low at most high", (low, high)))
 
@@ -216,33 +179,25 @@ def selective_scan(
     u, delta, A, B, C, D, z, delta_bias, initial_state = operands
     checking.operand("u", u, "[B, D, T]")
     checking.supported("selective_scan", u.device)
-    channels, floats, fp32 = u.shape[1], checking.FLOATS, (torch.float32,)
+    channels, on_u, fp32 = u.shape[1], ("u", u), torch.float32
     _multiple("u", "D, channels,", channels, 1, MAX_HEADS)
-    checking.operand("A", A, "[D, N]", fp32)
+    checking.operand("A", A, "[D, N]", (fp32,))
     _multiple("A", "N", A.shape[1], 1, SELECTIVE_STATES)
     _on_gpus("A", "N", A, SELECTIVE_GPU_STATES)
     checking.tensor("B", B)
     layout, groups = ("[B, G, N, T]", B.shape[1:2]) if B.dim() == 4 else ("[B, N, T]", ())
-    if groups and (groups[0] < 1 or channels % groups[0]):
-        raise ShapeError(expected("B", f"G, groups, a divisor of D = {channels}", groups[0]))
-    of_B, states = (
-        (len(u), *groups, A.shape[1], u.shape[2]),
-        (count_of(cu_seqlens, "u", u), *A.shape),
-    )
-    for name, t, dimensions, dtypes, sizes, which in (
-        ("delta", delta, "[B, D, T]", floats, u.shape, "that of u"),
-        ("A", A, "[D, N]", fp32, (channels, A.shape[1]), "D of u, and N"),
-        ("B", B, layout, (u.dtype,), of_B, "B and T of u, N of A"),
-        ("C", C, layout, (u.dtype,), B.shape, "that of B"),
-        ("D", D, "[D]", floats, (channels,), "D of u"),
-        ("z", z, "[B, D, T]", (u.dtype,), u.shape, "that of u"),
-        ("delta_bias", delta_bias, "[D]", floats, (channels,), "D of u"),
-        ("initial_state", initial_state, "[S, D, N]", fp32, states, "[sequences, D, N]"),
-    ):
-        if t is not None or name in ("delta", "C"):
-            checking.operand(name, t, dimensions, dtypes)
-            checking.shape(name, t, sizes, which)
-            checking.same_device(name, t, "u", u)
+    for count in groups:
+        _divisor("B", count, "D", channels)
+    of_B = len(u), *groups, A.shape[1], u.shape[2]
+    _operand("delta", delta, "[B, D, T]", u.shape, "that of u", on_u)
+    _operand("A", A, "[D, N]", (channels, A.shape[1]), "D of u, and N", on_u, fp32)
+    _operand("B", B, layout, of_B, "B and T of u, N of A", on_u, u.dtype)
+    _operand("C", C, layout, B.shape, "that of B", on_u, u.dtype)
+    _optional("D", D, "[D]", (channels,), "D of u", on_u)
+    _optional("z", z, "[B, D, T]", u.shape, "that of u", on_u, u.dtype)
+    _optional("delta_bias", delta_bias, "[D]", (channels,), "D of u", on_u)
+    states = count_of(cu_seqlens, "u", u), *A.shape
+    _optional("initial_state", initial_state, "[sequences, D, N]", states, "", on_u, fp32)
 
 
 def step_options(dt_softplus: object, dt_limit: object, name: str = "dt_softplus") -> StepOptions:
@@ -285,15 +240,42 @@ def decay_gate(operands: Gate, cu_seqlens: torch.Tensor | None, lower_bound: flo
         raise ShapeError(expected("a", f"an H of at most {most}", heads))
     if not of_heads:
         _multiple("a", "K", a.shape[3], *DELTA_SIZES)
-    of_bias = "dt_bias", dt_bias, channels, "[H]" if of_heads else "[H K]"
-    for name, parameter, size, layout in (("A_log", A_log, heads, "[H]"), of_bias):
-        if name == "A_log" or parameter is not None:
-            checking.operand(name, parameter, layout)
-            checking.shape(name, parameter, [size], f"{layout[1:-1]} of a")
-            checking.same_device(name, parameter, "a", a)
+    _operand("A_log", A_log, "[H]", (heads,), "H of a", ("a", a))
+    layout, whose = ("[H]", "H of a") if of_heads else ("[H K]", "H K of a")
+    _optional("dt_bias", dt_bias, layout, (channels,), whose, ("a", a))
     if lower_bound is not None and not -math.inf < checking.number("lower_bound", lower_bound) < 0:
         raise ArgumentValueError(expected("lower_bound", "a number below 0", lower_bound))
     count_of(cu_seqlens, "a", a)
+
+
+def _operand(
+    name: str,
+    t: torch.Tensor,
+    layout: str,
+    sizes: Sequence[int],
+    whose: str,
+    like: tuple[str, torch.Tensor],
+    *dtypes: torch.dtype,
+) -> None:
+    """Check an argument of these sizes on the device of ``like``, (its name, a tensor).
+
+    whose: What has these sizes; "": the layout says so.  dtypes: By default floats.
+    """
+    checking.operand(name, t, layout, dtypes or checking.FLOATS)
+    checking.shape(name, t, sizes, whose or layout)
+    checking.same_device(name, t, *like)
+
+
+def _optional(name: str, t: torch.Tensor | None, *expectations: object) -> None:
+    """Check an argument that may be None, as `_operand` does."""
+    if t is not None:
+        _operand(name, t, *expectations)
+
+
+def _divisor(name: str, groups: int, what: str, size: int) -> None:
+    """Check that the groups of the argument ``name`` divide a size."""
+    if groups < 1 or size % groups:
+        raise ShapeError(expected(name, f"G, groups, a divisor of {what} = {size}", groups))
 
 
 def _multiple(name: str, what: str, size: int, of: int, most: int | None = None) -> None:
@@ -337,17 +319,17 @@ def activation(name: object) -> bool:
     return name is not None
 
 
-def slots(name: str, given: torch.Tensor, sequences: int, of: str, states: torch.Tensor) -> None:
+def slots(name: str, indices: torch.Tensor, sequences: int, of: str, states: torch.Tensor) -> None:
     """Check the slot of each sequence in the argument ``of``, whose first dimension they are."""
-    checking.operand(name, given, "[sequences]", (torch.int32, torch.int64))
-    checking.shape(name, given, (sequences,), "one of each sequence")
-    checking.same_device(name, given, of, states)
+    checking.operand(name, indices, "[sequences]", (torch.int32, torch.int64))
+    checking.shape(name, indices, (sequences,), "one of each sequence")
+    checking.same_device(name, indices, of, states)
     want = f"numbers from 0 to {len(states) - 1}, all different"
 
     def allowed(s: torch.Tensor) -> torch.Tensor:
         return (s >= 0) & (s < len(states)) & ((s[:, None] == s).sum(1) == 1)
 
-    checking.values(name, given, allowed, want)
+    checking.values(name, indices, allowed, want)
 
 
 def conv_state(
@@ -379,10 +361,7 @@ def gated_norm(
         raise ShapeError(expected("x", "shape [..., D], D at least 1", list(x.shape)))
     checking.supported("gated_rms_norm", x.device)
     width = x.shape[-1]
-    if weight is not None:
-        checking.operand("weight", weight, "[D]")
-        checking.shape("weight", weight, [width], "the D of x")
-        checking.same_device("weight", weight, "x", x)
+    _optional("weight", weight, "[D]", (width,), "the D of x", ("x", x))
     checking.tensor("gate", gate)
     checking.dtype("gate", gate.dtype, (x.dtype,))
     checking.shape("gate", gate, x.shape, "that of x")

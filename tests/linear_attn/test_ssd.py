@@ -452,7 +452,7 @@ REFUSED = {
     "three groups": (
         {"B": BC[:, :, :1].repeat(1, 1, 3, 1)}, ShapeError, "B: expected G, groups, a divisor of",
     ),
-    "another T": ({"B": BC[:, :2]}, ShapeError, "B: expected shape [2, 3, G, N]"),
+    "another T": ({"B": BC[:, :2]}, ShapeError, "B: expected shape [2, 3, 2, 16], B and T"),
     "another dtype of B": ({"B": BC.float()}, DtypeError, "B: expected one of torch.bfloat16"),
     "steps of groups": ({"dt": DT[..., :2]}, ShapeError, "dt: expected shape [2, 3, 4]"),
     "A in bf16": ({"A": RIGHT["A"].bfloat16()}, DtypeError, "A: expected one of torch.float32"),
