@@ -339,7 +339,7 @@ MUTANTS = {
          "torch.sub(v, halves(states[t] * k, 1), out=residuals[t])"),
     ),
     "o before the update": (
-        cpu_delta, ("halves(states[1:] * some.q", "halves(states[:-1] * some.q"),
+        cpu_delta, ("halves(states[1:] * rows.q", "halves(states[:-1] * rows.q"),
     ),
     "k heads by turns": (cpu_delta, ("t.repeat_interleave(times, 2)", "t.repeat(1, 1, times, 1)")),
     "one v head's gradient": (

@@ -396,22 +396,22 @@ MUTANTS = {
     "groups by turns": ("t.repeat_interleave(times, 2)", "t.repeat(1, 1, times, 1)"),
     "D of another head": ("repeat(count, 1)[None]", "repeat(count, 1).flip(0)[None]"),
     "a gradient of the state that is not decayed": (
-        "slope = rule.round(after[t] * rows.decay[t, :, None])", "slope = after[t]",
+        "slope = self.round(after[t] * rows.decay[t, :, None])", "slope = after[t]",
     ),
     "no gradient of the decay in dt": ("over_state(rows.A * d_decay)", "over_state(0.0 * d_decay)"),
     "dz of the gated rows": (
-        "slopes * _ungated(rule, rows, states) *",
-        "slopes * _gated(rows, _ungated(rule, rows, states)) *",
+        "slopes * self.ungated(rows, states) *",
+        "slopes * _gated(rows, self.ungated(rows, states)) *",
     ),
     "sums of a batch, chunk by chunk": (
         "for first, end in sequences.bounds():", "for first, end in [(0, len(terms))]:",
     ),
-    "sums by chunks of 64": ("terms[first:end], rule.chunk)", "terms[first:end], 64)"),
+    "sums by chunks of 64": ("terms[first:end], self.chunk)", "terms[first:end], 64)"),
     "a state that is rounded where a chunk ends": (
-        "return state.float().double() if self.each_row", "return state if self.each_row",
+        "return state.float().double()", "return state",
     ),
     "a gradient of the state that is not rounded": (
-        "slope = rule.round(after[t] * rows.decay[t, :, None])",
+        "slope = self.round(after[t] * rows.decay[t, :, None])",
         "slope = after[t] * rows.decay[t, :, None]",
     ),
     "n in halves": ("functools.reduce(torch.add, t.unbind(-1))", "halves(t, t.dim() - 1)"),
