@@ -217,6 +217,11 @@ class Sequences:
             return self.offsets.shape[0] - 1
         return self.rows // self.length if self.length else 0
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(N, rows of a sequence of a batch, sequences), as kernels take them."""
+        return self.rows, self.length, self.count
+
     def bounds(self) -> list[tuple[int, int]]:
         """(first row, end) of each sequence; reads the offsets on the host.
 

@@ -11,14 +11,14 @@ from types import ModuleType
 
 import torch
 
-from ...log import contiguous
 from ..config import DELTA_CHUNK, DELTA_PART
 from ..tensors import DeltaRule, DeltaSaved, Last, Sequences
 from . import kernel_kda as kernels
+from . import launch
+from .launch import FUSION, strides_of
 from .plan import TRITON
 
 NAME = "chunk_gated_delta_rule"
-FUSION = {"enable_fp_fusion": TRITON.fp_fusion}
 
 
 def delta_rule(
@@ -35,7 +35,7 @@ def delta_rule(
     operands = loadable(operands)
     q, k, v, g, beta, initial = operands
     (heads, values), size, weighted = v.shape[1:], k.shape[2], None
-    sizes, slots, offsets = sizes_of(sequences), sequences.slots(DELTA_CHUNK), sequences.offsets
+    sizes, slots, offsets = sequences.sizes, sequences.slots(DELTA_CHUNK), sequences.offsets
     chain = min(values, TRITON.chain_columns)
     output = min(values, TRITON.output_columns)
     with torch.cuda.device(q.device):
@@ -54,12 +54,12 @@ def delta_rule(
         kernels.chain_kernel[(sequences.count, heads, values // chain)](
             k, v, beta, saved.decay, weighted, saved.inner, initial, offsets, saved.u,
             saved.states, None if last is None else last.states, sequences.length,
-            -1 if last is None else last.lag, *k.stride()[:2], *v.stride()[:2],
+            -1 if last is None else last.lag, *strides_of(k, v),
             COLUMNS=chain, num_stages=TRITON.chain_stages, **common,
         )  # fmt: skip
         kernels.output_kernel[(slots, heads, values // output)](
             q, k, saved.u, saved.decay, saved.scores, saved.states, offsets, out,
-            *sizes, scale, *q.stride()[:2], *k.stride()[:2], COLUMNS=output, **common,
+            *sizes, scale, *strides_of(q, k), COLUMNS=output, **common,
         )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def inside_chunks(
     with torch.cuda.device(v.device):
         kernels.inner_kernel[(sequences.slots(DELTA_CHUNK), v.shape[1])](
             q, k, g, beta, sequences.offsets, saved.decay, saved.inner, scores,
-            *sizes_of(sequences), scale, *q.stride()[:2], *k.stride()[:2],
+            *sequences.sizes, scale, *strides_of(q, k),
             **common_of(k, v, interpret), num_warps=TRITON.delta_warps,
         )  # fmt: skip
 
@@ -96,16 +96,11 @@ def decayed_rows(
     rows = [torch.empty(decay.shape, dtype=q.dtype, device=q.device) for _ in "qkw"]
     kernels.channel_inner_kernel[(sequences.slots(DELTA_CHUNK), v.shape[1])](
         q, k, beta, decay, sequences.offsets, *inside, *rows,
-        *sizes_of(sequences), scale, *q.stride()[:2], *k.stride()[:2],
+        *sequences.sizes, scale, *strides_of(q, k),
         PART=min(k.shape[2], DELTA_PART), **common_of(k, v, interpret),
         num_warps=TRITON.channel_warps,
     )  # fmt: skip
     return rows
-
-
-def sizes_of(sequences: Sequences) -> tuple[int, int, int]:
-    """(N, rows of a sequence of a batch, sequences)."""
-    return sequences.rows, sequences.length, sequences.count
 
 
 def common_of(k: torch.Tensor, v: torch.Tensor, interpret: bool) -> dict[str, int | bool]:
@@ -115,13 +110,5 @@ def common_of(k: torch.Tensor, v: torch.Tensor, interpret: bool) -> dict[str, in
 
 
 def loadable(operands: DeltaRule) -> DeltaRule:
-    """The operands with neighbours of a head side by side, gates and states without gaps."""
-    dense = {
-        name: contiguous(NAME, name, getattr(operands, name), "a last stride of 1")
-        for name in ("q", "k", "v")
-        if getattr(operands, name).stride(2) != 1
-    }
-    for name in ("g", "beta", "initial"):
-        if (t := getattr(operands, name)) is not None:
-            dense[name] = contiguous(NAME, name, t, "no gaps")
-    return operands._replace(**dense)
+    """The operands as kernels load them."""
+    return launch.loadable(NAME, operands, ("q", "k", "v"))

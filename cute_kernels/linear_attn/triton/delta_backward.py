@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...log import contiguous
 from ..config import DELTA_CHUNK, DELTA_PART
 from ..tensors import DeltaGradients, DeltaRule, DeltaSaved, Sequences
 from . import kernel_kda_backward as kernels
-from .delta import FUSION, NAME, common_of, decayed_rows, loadable, sizes_of
+from .delta import NAME, common_of, decayed_rows, loadable
+from .launch import FUSION, strides_of, upstream, written
 from .plan import TRITON
 
 
@@ -61,19 +61,13 @@ def go_back(
     interpret: bool,
 ) -> None:
     """`delta_rule_backward` of gradients of o and of the last states; ``walk``: as `_chain`."""
-    (d_out, d_final), operands = slopes, loadable(operands)
+    (d_out, d_final), operands = upstream(NAME, *slopes), loadable(operands)
     q, k, v, g, beta, _ = operands
-    d_out = d_out if d_out.stride(2) == 1 else contiguous(NAME, "d_out", d_out, "no gaps")
-    d_final = None if d_final is None else contiguous(NAME, "d_final", d_final, "no gaps")
     (heads, values), channels = v.shape[1:], g.dim() == 3
-    sizes, slots, offsets = sizes_of(sequences), sequences.slots(DELTA_CHUNK), sequences.offsets
+    sizes, slots, offsets = sequences.sizes, sequences.slots(DELTA_CHUNK), sequences.offsets
     du, dr = torch.empty_like(saved.u), torch.empty_like(saved.u)
     d_states = torch.empty_like(saved.states)
-    # What nobody needs has a place all the same: the kernels make all of it.
-    dq, dk, dv, dg, d_beta = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if into is None else into
-        for t, into in zip(operands[:5], gradients[:5], strict=True)
-    )
+    dq, dk, dv, dg, d_beta = written(operands[:5], gradients[:5])
     d1, d2 = torch.empty_like(saved.inner), torch.empty_like(saved.inner)
     part = min(k.shape[2], DELTA_PART)
     parts = k.shape[2] // part
@@ -89,7 +83,7 @@ def go_back(
                 kernels, operands, sequences, scale, saved.decay, nothing, interpret
             )
         common = {"V": values, "CHANNELS": channels, **common_of(rows[1], v, interpret)}
-        strides = [s for t in (*rows[:2], d_out) for s in t.stride()[:2]]
+        strides = strides_of(*rows[:2], d_out)
         kernels.local_gradient_kernel[(slots, heads)](
             d_out, *rows[:2], saved.decay, saved.scores, offsets, du, *sizes, scale, *strides,
             **common, num_warps=TRITON.delta_warps,
@@ -99,11 +93,11 @@ def go_back(
         walk(links, beta, sequences, 1.0 if channels else scale, saved, common)
         kernels.scores_gradient_kernel[(slots, heads)](
             d_out, *rows[:2], v, beta, saved.decay, saved.u, dr, offsets, d1, d2, dv, d_decay,
-            of_beta, *sizes, scale, *strides[:4], *v.stride()[:2], *strides[4:],
+            of_beta, *sizes, scale, *strides[:4], *strides_of(v), *strides[4:],
             **common, num_warps=TRITON.gradient_warps,
         )  # fmt: skip
         common = {"V": values, "PART": part, **common_of(k, v, interpret)}
-        strides = [s for t in (q, k, d_out) for s in t.stride()[:2]]
+        strides = strides_of(q, k, d_out)
         if channels:
             kernels.channels_gradient_kernel[(slots, k.shape[1], parts)](
                 d_out, q, k, beta, saved.decay, saved.u, dr, saved.states, d_states, d1, d2,
@@ -139,11 +133,11 @@ def _chain(
     common: dict[str, int | bool],
 ) -> None:
     """Write what links say, chunk after chunk."""
-    d_out, q, k, weighted, du, d_final, *written = links
+    d_out, q, k, weighted, du, d_final, *outputs = links
     (_, heads, values), columns = d_out.shape, min(d_out.shape[2], TRITON.chain_columns)
     kernels.chain_gradient_kernel[(sequences.count, heads, values // columns)](
         d_out, q, k, beta, saved.decay, weighted, saved.inner, du, d_final, sequences.offsets,
-        *written, sequences.length, scale, *(s for t in (q, k, d_out) for s in t.stride()[:2]),
+        *outputs, sequences.length, scale, *strides_of(q, k, d_out),
         COLUMNS=columns, **common,
         num_warps=TRITON.delta_warps, num_stages=TRITON.gradient_stages,
     )  # fmt: skip

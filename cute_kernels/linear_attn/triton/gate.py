@@ -10,31 +10,26 @@ from ...runtime.triton_products import cdiv, next_power_of_2
 from ..config import CONV_CHUNK
 from ..tensors import Gate, GateGradients, Sequences
 from . import kernel_gate as kernels
-from .launch import add_sums
+from .launch import FUSION, add_sums, adjacent, loadable
 from .plan import TRITON
 
-_ROWS = "a last stride of 1"
-_OPTIONS = {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
+_OPTIONS = {"num_warps": TRITON.num_warps, **FUSION}
 
 
 def l2norm(x: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Triton implementation of `cpu_gate.l2norm`."""
-    x = _last_dense("l2norm", "x", x)
+    x = adjacent("l2norm", "x", x)
     with torch.cuda.device(x.device):
         kernels.l2norm_kernel[_row_grid(x)](x, out, *_row_sizes(x), eps, **_row_options(x))
 
 
 def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, eps: float, dx: torch.Tensor) -> None:
     """Triton implementation of `cpu_gate.l2norm_backward`."""
-    dy, x = contiguous("l2norm", "dy", dy, "no gaps"), _last_dense("l2norm", "x", x)
+    dy, x = contiguous("l2norm", "dy", dy, "no gaps"), adjacent("l2norm", "x", x)
     with torch.cuda.device(x.device):
         kernels.l2norm_gradient_kernel[_row_grid(x)](
             dy, x, dx, *_row_sizes(x), eps, **_row_options(x)
         )
-
-
-def _last_dense(kernel: str, name: str, t: torch.Tensor) -> torch.Tensor:
-    return t if t.stride(-1) == 1 else contiguous(kernel, name, t, _ROWS)
 
 
 def _row_grid(x: torch.Tensor) -> tuple[int]:
@@ -54,16 +49,12 @@ def decay_gate(
     gate: Gate, sequences: Sequences, lower_bound: float | None, out: torch.Tensor
 ) -> None:
     """Triton implementation of `cpu_gate.decay_gate`."""
-    tensors, (rows, _, *sizes) = _tensors(gate, sequences), _sizes(gate, sequences)
+    gate, (rows, _, *sizes) = _loadable(gate, sequences)
     with torch.cuda.device(out.device):
         kernels.decay_kernel[(cdiv(out.numel(), TRITON.gate_elements),)](
-            *tensors,
-            out,
-            rows,
-            *sizes,
-            ELEMENTS=TRITON.gate_elements,
-            **_options(gate, lower_bound),
-        )
+            *gate, sequences.offsets, out, rows, *sizes,
+            ELEMENTS=TRITON.gate_elements, **_options(gate, lower_bound),
+        )  # fmt: skip
 
 
 def decay_gate_backward(
@@ -75,7 +66,8 @@ def decay_gate_backward(
 ) -> None:
     """Triton implementation of `cpu_gate.decay_gate_backward`."""
     dg, options = contiguous("decay_gate", "dg", dg, "no gaps"), _options(gate, lower_bound)
-    tensors, (rows, length, *sizes) = (dg, *_tensors(gate, sequences)), _sizes(gate, sequences)
+    gate, (rows, length, *sizes) = _loadable(gate, sequences)
+    tensors = dg, *gate, sequences.offsets
     with torch.cuda.device(dg.device):
         if gradients.da is not None:
             kernels.decay_gradient_kernel[(cdiv(dg.numel(), TRITON.gate_elements),)](
@@ -94,21 +86,10 @@ def decay_gate_backward(
         add_sums(kernels, of_bias, gradients.dt_bias, 0)
 
 
-def _tensors(gate: Gate, sequences: Sequences) -> tuple:
-    a, A_log, dt_bias = gate
-    return (
-        _last_dense("decay_gate", "a", a),
-        A_log.contiguous(),
-        None if dt_bias is None else dt_bias.contiguous(),
-        sequences.offsets,
-    )
-
-
-def _sizes(gate: Gate, sequences: Sequences) -> tuple[int, ...]:
-    """(N, LENGTH, SEQUENCES, C, stride of rows of a)."""
-    a = gate.a
-    stride = a.stride(0) if a.stride(1) == 1 else a.shape[1]
-    return a.shape[0], sequences.length, sequences.count, a.shape[1], stride
+def _loadable(gate: Gate, sequences: Sequences) -> tuple[Gate, tuple[int, ...]]:
+    """(The operands, (N, LENGTH, SEQUENCES, C, stride of rows of a))."""
+    gate = loadable("decay_gate", gate, "a")
+    return gate, (*sequences.sizes, gate.a.shape[1], gate.a.stride(0))
 
 
 def _options(gate: Gate, lower_bound: float | None) -> dict[str, int | float | None]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ...log import contiguous
 from ...runtime.triton_products import cdiv
 from ..config import group_part_rows, group_room
 from ..tensors import Gated, GatedGradients, GatedRule
 from . import kernel_gated_norm as kernels
-from .launch import add_sums
-from .plan import GATED_NORM, TRITON
+from .launch import FUSION, add_sums, adjacent, loadable
+from .plan import GATED_NORM
 
-_ROWS = "a last stride of 1"
+_OP, _ROWS = "gated_norm", ("x", "gate")
 
 
 def gated_norm(operands: Gated, rule: GatedRule, y: torch.Tensor, rstd: torch.Tensor) -> None:
     """Triton implementation of `cpu_gated_norm.gated_norm`."""
-    operands = _operands(operands)
+    operands = loadable(_OP, operands, _ROWS)
     x, gate = operands.x, operands.gate
     block = group_room(rule.group_size)
     rows = max(1, GATED_NORM.forward_tile // block)
@@ -39,9 +38,9 @@ def gated_norm_backward(
     gradients: GatedGradients,
 ) -> None:
     """Triton implementation of `cpu_gated_norm.gated_norm_backward`."""
-    operands = _operands(operands)
+    operands = loadable(_OP, operands, _ROWS)
     x, gate = operands.x, operands.gate
-    dy = _rows("dy", dy)
+    dy = adjacent(_OP, "dy", dy)
     (m, width), room = x.shape, group_room(rule.group_size)
     rows, fold = GATED_NORM.rows(room), GATED_NORM.fold(room)
     piece = group_part_rows(rule.group_size) // fold
@@ -60,18 +59,6 @@ def gated_norm_backward(
             add_sums(kernels, pieces[:, None], into, 0, fold)
 
 
-def _operands(operands: Gated) -> Gated:
-    x, weight, gate = operands
-    if weight is not None:
-        weight = contiguous("gated_norm", "weight", weight, "a stride of 1")
-    return Gated(_rows("x", x), weight, _rows("gate", gate))
-
-
-def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
-    """[M, D] whose neighbours in a row lie side by side."""
-    return t if t.stride(1) == 1 else contiguous("gated_norm", name, t, _ROWS)
-
-
 def _constants(rule: GatedRule, *rows: torch.Tensor) -> dict[str, object]:
     # A known factor of D and of strides between rows; it widens loads only.
     sizes = rule.group_size, *(t.stride(0) for t in rows)
@@ -87,4 +74,4 @@ def _constants(rule: GatedRule, *rows: torch.Tensor) -> dict[str, object]:
 def _options(tile: int, elements: int) -> dict[str, int | bool]:
     """Compiler options; ``elements`` of the tile are a thread's."""
     warps = max(1, tile // (32 * elements))
-    return {"num_warps": warps, "enable_fp_fusion": TRITON.fp_fusion}
+    return {"num_warps": warps, **FUSION}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from ...log import contiguous
 from ...runtime.triton_products import cdiv
 from ..config import SELECTIVE_CHUNK
 from ..tensors import Last, Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
 from . import kernel_selective as kernels
-from .launch import add_sums
+from .launch import add_sums, loadable, strides_of, upstream, written
 from .plan import SELECTIVE
-from .ssd import loadable, sizes_of
+from .ssd import ROWS
 
 NAME = "selective_scan"
 
@@ -29,7 +28,7 @@ def selective_scan(
     saved: StateSpaceSaved,
 ) -> None:
     """Triton implementation of `cpu_ssd.selective_scan`."""
-    operands = loadable(operands, NAME)
+    operands = loadable(NAME, operands, ROWS)
     x, dt, _, B, C, _, z, *_ = operands
     programs = sequences.count + (sequences.offsets is not None)
     lag = -1 if last is None else last.lag
@@ -37,8 +36,8 @@ def selective_scan(
         kernels.scan_kernel[(programs, *_blocks(operands))](
             *operands, sequences.offsets, out, saved.step, saved.states,
             None if last is None else last.states,
-            *sizes_of(sequences), sequences.slots(SELECTIVE_CHUNK), lag, x.shape[1],
-            x.stride(0), dt.stride(0), _row(z), *B.stride()[:2], *C.stride()[:2],
+            *sequences.sizes, sequences.slots(SELECTIVE_CHUNK), lag, x.shape[1],
+            x.stride(0), dt.stride(0), _row(z), *strides_of(B, C),
             SOFTPLUS=options.softplus, LAGS=lag > 0, AHEAD=SELECTIVE.ahead, **_common(operands),
         )  # fmt: skip
 
@@ -53,18 +52,12 @@ def selective_scan_backward(
     gradients: StateSpaceGradients,
 ) -> None:
     """Triton implementation of `cpu_ssd.selective_scan_backward`."""
-    operands = loadable(operands, NAME)
+    operands = loadable(NAME, operands, ROWS)
     x, dt, A, B, C, D, z, dt_bias, _ = operands
-    dy = d_out if d_out.stride(1) == 1 else contiguous(NAME, "d_out", d_out, "a last stride of 1")
-    d_final = None if d_final is None else contiguous(NAME, "d_final", d_final, "no gaps")
+    dy, d_final = upstream(NAME, d_out, d_final)
     slots, (channels, state) = sequences.slots(SELECTIVE_CHUNK), A.shape
     groups, blocks = _blocks(operands)
-    # What nobody needs has a place all the same: the kernels make all of it.
-    dx, d_dt, dz = (
-        None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        if into is None else into
-        for t, into in ((x, gradients.x), (dt, gradients.dt), (z, gradients.z))
-    )  # fmt: skip
+    dx, d_dt, dz = written((x, dt, z), (gradients.x, gradients.dt, gradients.z))
     d_states = torch.empty_like(saved.states)
     parts = saved.states.new_empty(blocks, 2, x.shape[0] * groups * state)
     sums = saved.states.new_empty(slots, state + 2, channels)
@@ -72,13 +65,13 @@ def selective_scan_backward(
     with torch.cuda.device(x.device):
         kernels.state_gradient_kernel[(sequences.count, groups, blocks)](
             dy, A, C, z, saved.step, d_final, sequences.offsets, d_states, gradients.initial,
-            sequences.length, channels, dy.stride(0), _row(z), *C.stride()[:2],
+            sequences.length, channels, dy.stride(0), _row(z), *strides_of(C),
             AHEAD=SELECTIVE.ahead, **common,
         )  # fmt: skip
         kernels.gradient_kernel[(slots, groups, blocks)](
             dy, x, dt, A, B, C, D, z, dt_bias, sequences.offsets, saved.step, saved.states,
-            d_states, dx, d_dt, dz, parts, sums, *sizes_of(sequences), channels,
-            dy.stride(0), x.stride(0), dt.stride(0), _row(z), *B.stride()[:2], *C.stride()[:2],
+            d_states, dx, d_dt, dz, parts, sums, *sequences.sizes, channels,
+            dy.stride(0), x.stride(0), dt.stride(0), _row(z), *strides_of(B, C),
             SOFTPLUS=options.softplus, ROWS=SELECTIVE.rows(state), **common,
         )  # fmt: skip
         for which, into in enumerate((gradients.B, gradients.C)):

@@ -10,14 +10,16 @@ import math
 
 import torch
 
-from ...log import contiguous
 from ...runtime.triton_products import cdiv
 from ..config import SSD_CHUNK
 from ..tensors import Last, Sequences, StateSpace, StateSpaceSaved, StepOptions
 from . import kernel_ssd as kernels
+from .launch import FUSION, loadable, strides_of
 from .plan import TRITON
 
 NAME = "mamba_chunk_scan_combined"
+#: Operands that have rows.
+ROWS = ("x", "dt", "B", "C", "z")
 
 
 def ssd_scan(
@@ -31,9 +33,9 @@ def ssd_scan(
     interpret: bool = False,
 ) -> None:
     """Triton implementation of `cpu_ssd.ssd_scan`."""
-    x, dt, A, B, C, D, z, dt_bias, initial = loadable(operands)
+    x, dt, A, B, C, D, z, dt_bias, initial = loadable(NAME, operands, ROWS)
     heads, state = x.shape[1], B.shape[2]
-    sizes, slots = sizes_of(sequences), sequences.slots(SSD_CHUNK)
+    sizes, slots = sequences.sizes, sequences.slots(SSD_CHUNK)
     common = common_of(operands, interpret)
     columns = min(state, TRITON.ssd_columns)
     blocks = blocks_of(operands)
@@ -42,43 +44,20 @@ def ssd_scan(
             dt, A, dt_bias, sequences.offsets, saved.step, saved.decay,
             *sizes, heads, dt.stride(0), options.low, options.high,
             SOFTPLUS=options.softplus, HEADS=TRITON.step_heads,
-            num_warps=1, enable_fp_fusion=TRITON.fp_fusion,
+            num_warps=1, **FUSION,
         )  # fmt: skip
         kernels.state_kernel[(sequences.count, heads, state // columns)](
             x, B, saved.step, saved.decay, initial, sequences.offsets, saved.states,
             None if last is None else last.states,
-            *sizes[:2], -1 if last is None else last.lag, *x.stride()[:2], *B.stride()[:2],
+            *sizes[:2], -1 if last is None else last.lag, *strides_of(x, B),
             COLUMNS=columns, **common,
         )  # fmt: skip
         kernels.scan_kernel[(slots, heads // blocks, SSD_CHUNK // TRITON.ssd_rows)](
             x, B, C, D, z, saved.step, saved.decay, saved.states, sequences.offsets,
             out, None if z is None else saved.ungated,
-            *sizes, *strides_of(x), *strides_of(B), *strides_of(C), *strides_of(z), *D_strides(D),
+            *sizes, *strides_of(x, B, C, z), *D_strides(D),
             ROWS=TRITON.ssd_rows, HEADS=blocks, **common,
         )  # fmt: skip
-
-
-def loadable(operands: StateSpace, op: str = NAME) -> StateSpace:
-    """The operands with neighbours of a head side by side, parameters and states without gaps."""
-    dense = {}
-    for name in ("x", "dt", "B", "C", "z"):
-        t = getattr(operands, name)
-        if t is not None and t.stride(-1) != 1:
-            dense[name] = contiguous(op, name, t, "a last stride of 1")
-    for name in ("A", "D", "dt_bias", "initial"):
-        if (t := getattr(operands, name)) is not None:
-            dense[name] = contiguous(op, name, t, "no gaps")
-    return operands._replace(**dense)
-
-
-def sizes_of(sequences: Sequences) -> tuple[int, int, int]:
-    """(N, rows of a sequence of a batch, sequences)."""
-    return sequences.rows, sequences.length, sequences.count
-
-
-def strides_of(rows: torch.Tensor | None) -> tuple[int, int]:
-    """(of rows, of heads)."""
-    return (0, 0) if rows is None else rows.stride()[:2]
 
 
 def D_strides(D: torch.Tensor | None) -> tuple[int, int]:
@@ -99,5 +78,5 @@ def common_of(operands: StateSpace, interpret: bool) -> dict[str, int | bool]:
     return {
         "H": heads, "GROUP": heads // groups, "P": size, "STATE": state, "UPCAST": interpret,
         "num_warps": TRITON.ssd_warps, "num_stages": TRITON.ssd_stages,
-        "enable_fp_fusion": TRITON.fp_fusion,
+        **FUSION,
     }  # fmt: skip

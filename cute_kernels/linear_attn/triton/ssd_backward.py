@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...log import contiguous
 from ...runtime.triton_products import cdiv
 from ..config import SSD_CHUNK
 from ..tensors import Sequences, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
 from . import kernel_ssd_backward as kernels
-from .launch import add_sums
+from .launch import FUSION, add_sums, loadable, strides_of, upstream, written
 from .plan import TRITON
-from .ssd import NAME, D_strides, common_of, loadable, sizes_of, strides_of
-
-_FUSION = {"enable_fp_fusion": TRITON.fp_fusion}
+from .ssd import NAME, ROWS, D_strides, common_of
 
 
 def ssd_scan_backward(
@@ -28,23 +25,16 @@ def ssd_scan_backward(
     interpret: bool = False,
 ) -> None:
     """Triton implementation of `cpu_ssd.ssd_scan_backward`."""
-    operands = loadable(operands)
+    operands = loadable(NAME, operands, ROWS)
     x, dt, A, B, C, D, z, dt_bias, _ = operands
     (heads, size), (groups, state) = x.shape[1:], B.shape[1:]
-    dy = d_out if d_out.stride(2) == 1 else contiguous(NAME, "d_out", d_out, "no gaps")
-    d_final = None if d_final is None else contiguous(NAME, "d_final", d_final, "no gaps")
-    sizes, slots, offsets = sizes_of(sequences), sequences.slots(SSD_CHUNK), sequences.offsets
+    dy, d_final = upstream(NAME, d_out, d_final)
+    sizes, slots, offsets = sequences.sizes, sequences.slots(SSD_CHUNK), sequences.offsets
     common = common_of(operands, interpret)
     group = common | {"num_stages": 1}
     columns, parts = min(state, TRITON.ssd_columns), SSD_CHUNK // TRITON.ssd_rows
     skips = 1 if D is None or D.dim() == 1 else size
-    # What nobody needs has a place all the same: the kernels make all of it.
-    dx, d_dt, dB, dC = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if into is None else into
-        for t, into in zip(
-            (x, dt, B, C), (gradients.x, gradients.dt, gradients.B, gradients.C), strict=True
-        )
-    )
+    dx, d_dt, dB, dC = written((x, dt, B, C), (getattr(gradients, n) for n in ROWS[:4]))
     d_states = torch.empty_like(saved.states)
     d_scores = x.new_empty(slots, groups, SSD_CHUNK, SSD_CHUNK)
     of_rows, of_steps = (torch.empty_like(saved.step) for _ in "rs")
@@ -58,14 +48,14 @@ def ssd_scan_backward(
             dy = torch.empty_like(saved.ungated)
             kernels.gate_gradient_kernel[(cdiv(dy.numel(), TRITON.gate_elements),)](
                 d_out, z, saved.ungated, offsets, dy, dz, sequences.rows, sequences.count,
-                *strides_of(d_out), *strides_of(z), H=heads, P=size,
-                ELEMENTS=TRITON.gate_elements, num_warps=TRITON.num_warps, **_FUSION,
+                *strides_of(d_out, z), H=heads, P=size,
+                ELEMENTS=TRITON.gate_elements, num_warps=TRITON.num_warps, **FUSION,
             )  # fmt: skip
-        rows = [s for t in (dy, x, B, C) for s in strides_of(t)]
+        rows = strides_of(dy, x, B, C)
         kernels.state_gradient_kernel[(sequences.count, heads, state // columns)](
             dy, C, saved.decay, saved.states, d_final, offsets,
             d_states, of_states, gradients.initial, *sizes[:2],
-            *strides_of(dy), *strides_of(C), COLUMNS=columns, **common,
+            *strides_of(dy, C), COLUMNS=columns, **common,
         )  # fmt: skip
         kernels.row_gradient_kernel[(slots, groups, parts)](
             dy, x, B, C, saved.step, saved.decay, saved.states, offsets, dC, d_scores, of_rows,
@@ -80,7 +70,7 @@ def ssd_scan_backward(
             dt, A, dt_bias, saved.step, saved.decay, of_rows, of_steps, of_ends, of_states, offsets,
             d_dt, sums, *sizes, heads, dt.stride(0), options.low, options.high,
             SOFTPLUS=options.softplus, PARTS=parts, BLOCKS=state // columns,
-            HEADS=TRITON.step_heads, num_warps=1, **_FUSION,
+            HEADS=TRITON.step_heads, num_warps=1, **FUSION,
         )  # fmt: skip
         add_sums(kernels, sums, gradients.A, 0)
         add_sums(kernels, sums, gradients.dt_bias, 1)
