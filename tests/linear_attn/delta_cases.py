@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-import cute_kernels as ck
+from cute_kernels.linear_attn.op_delta import RULE
 from cute_kernels.linear_attn.tensors import DeltaRule
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
@@ -32,12 +32,19 @@ class Case(NamedTuple):
     behind: int = 0  # rows behind the last sequence of a pack
     channels: bool = False  # whether g has one for each
 
-    @property
-    def function(self):
-        return ck.chunk_kda if self.channels else ck.chunk_gated_delta_rule
-
     rows, count = cases.Case.rows, cases.Case.count
     offsets, sequences = cases.Case.offsets, cases.Case.sequences
+    op, selective, of_heads = RULE, False, ("v", "g", "beta", "initial")
+
+    @property
+    def public(self) -> tuple[str, tuple[str, ...]]:
+        """The public function, and its names of operands."""
+        name = "chunk_kda" if self.channels else "chunk_gated_delta_rule"
+        return name, (*DeltaRule._fields[:-1], "initial_state")
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {"output_final_state": True}
 
 
 def operands(case: Case, seed: int = 0) -> DeltaRule:
@@ -115,3 +122,5 @@ CHANNELS = {
         (65,), batch=1, dtype=FP32, beta=FP32, sizes=(32, 8), channels=True, heads=(1, 3)
     ),
 }
+#: v heads that share a k head.
+SHARED = Case((66,), batch=1, heads=(1, 3), dtype=FP32, beta=FP32)

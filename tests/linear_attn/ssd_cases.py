@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels as ck
+from cute_kernels.linear_attn import op_selective, op_ssd
 from cute_kernels.linear_attn.tensors import StateSpace, StepOptions
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
@@ -50,6 +51,27 @@ class Case(NamedTuple):
     offsets, sequences = cases.Case.offsets, cases.Case.sequences
 
     @property
+    def op(self):
+        return (op_selective if self.selective else op_ssd).SCAN
+
+    @property
+    def of_heads(self) -> tuple[str, ...]:
+        """Operands of heads."""
+        return tuple(name for name in NAMES if name not in ("B", "C"))
+
+    @property
+    def public(self) -> tuple[str, tuple[str, ...]]:
+        """The public function, and its names of operands."""
+        return SCANS[self.selective][:2]
+
+    @property
+    def flags(self) -> dict[str, object]:
+        if self.selective:
+            return {"delta_softplus": self.softplus, "return_last_state": True}
+        limits = {"dt_softplus": self.softplus, "dt_limit": self.limit}
+        return limits | {"return_final_states": True}
+
+    @property
     def options(self) -> StepOptions:
         return StepOptions(self.softplus, *self.limit)
 
@@ -87,14 +109,9 @@ def upstream(case: Case, seed: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
 
 def given(case: Case, o) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """(Leaves by name, rows as [B, T, ...] or [B, ..., T]; other arguments) of a call."""
-    leaves = {name: t for name, t in zip(NAMES, o, strict=True) if t is not None}
-    leaves |= {name: laid(case, t) for name, t in leaves.items() if name in ROWS}
-    others = {"cu_seqlens": case.offsets}
-    if case.selective:
-        others |= {"delta_softplus": case.softplus, "return_last_state": True}
-    else:
-        others |= {"dt_softplus": case.softplus, "dt_limit": case.limit}
-        others |= {"return_final_states": True}
+    leaves = {name: t for name, t in o._asdict().items() if t is not None}
+    leaves |= {name: laid(case, t) for name, t in leaves.items() if name in case.op.of_rows}
+    others = {"cu_seqlens": case.offsets} | case.flags
     return {name: t.detach().requires_grad_() for name, t in leaves.items()}, others
 
 
@@ -107,22 +124,22 @@ def laid(case: Case, rows: torch.Tensor) -> torch.Tensor:
     return t.squeeze(1) if t.dim() == 4 and case.heads[0] == 1 else t
 
 
-def rows_in(case: Case, t: torch.Tensor, groups: bool = False) -> torch.Tensor:
-    """The inverse of `laid`.  groups: Whether it has a dimension of groups."""
+def rows_in(case: Case, t: torch.Tensor, name: str = "") -> torch.Tensor:
+    """The inverse of `laid`; B and C have a dimension of groups."""
     rows = t.movedim(-1, 1).flatten(0, 1) if case.selective else t.flatten(0, 1)
-    return rows.unsqueeze(1) if groups and rows.dim() == 2 else rows
+    return rows.unsqueeze(1) if name in ("B", "C") and rows.dim() == 2 else rows
 
 
 def public(case: Case, arguments: dict[str, object]) -> dict[str, object]:
-    """Arguments, of which operands and main_grads have names of `NAMES`, by the public names."""
-    known = dict(zip(NAMES, SCANS[case.selective][1], strict=True))
-    known |= {f"{name}_main_grad": f"{known[name]}_main_grad" for name in SUMMED}
+    """Arguments, of which operands and main_grads have an op's names, by the public names."""
+    known = dict(zip(case.op.operands._fields, case.public[1], strict=True))
+    known |= {f"{name}_main_grad": f"{known[name]}_main_grad" for name in case.op.summed}
     return {known.get(name, name): t for name, t in arguments.items()}
 
 
 def called(case: Case, leaves: dict[str, torch.Tensor], **others):
     """Results of a case's function."""
-    return getattr(ck, SCANS[case.selective][0])(**public(case, leaves | others))
+    return getattr(ck, case.public[0])(**public(case, leaves | others))
 
 
 def exact(
@@ -162,3 +179,8 @@ SELECTIVE_CASES = {
         softplus=False, dtype=FP32, dt=FP32, **_CHANNELS,
     ),
 }  # fmt: skip
+#: Heads, and channels, that share a group.
+SHARED = tuple(
+    case._replace(lengths=(130,), batch=1, heads=(1, 3), dtype=FP32, dt=FP32)
+    for case in (CASES["batch"], SELECTIVE_CASES["channels"])
+)

@@ -1,9 +1,6 @@
-"""The gated delta rule on a CPU: values, bytes of parts and packs, gradients, what is refused."""
+"""The gated delta rule on a CPU: values, norms and gates before it, what is refused."""
 
 from __future__ import annotations
-
-import itertools
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,62 +14,33 @@ from cute_kernels.errors import (
 )
 from cute_kernels.linear_attn import cpu_chunks, cpu_delta, op_gate
 from cute_kernels.runtime import dispatch
-from tests import contract
 from tests.anchors import planted
 from tests.contract import same_bytes
-from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
 
 from .delta_cases import (
-    BF16,
     CASES,
     CHANNELS,
     FP32,
+    SHARED,
     Case,
     exact,
     gate_parameters,
     operands,
     upstream,
 )
-
-NAMES = "q", "k", "v", "g", "beta", "initial_state"
-#: Operands of v heads.
-SERVED = "v", "g", "beta", "initial"
-
-
-class Results(NamedTuple):
-    """Results of both passes of a call on rows [N, ...], and all gradients."""
-
-    out: torch.Tensor
-    final: torch.Tensor
-    gradients: tuple[torch.Tensor, ...]
-
-
-def run(case: Case, o, slopes=None, function=None, gate=(), **options) -> Results:
-    """Both passes of the public function; ``gate``: A_log and dt_bias, whose gradients are last."""
-    shape = (case.batch, case.lengths[0]) if case.batch else (1, case.rows)
-    rows = [t.unflatten(0, shape) for t in o[:5]]
-    given = [None if t is None else t.detach().requires_grad_() for t in (*rows, o.initial, *gate)]
-    options |= {"cu_seqlens": case.offsets, "initial_state": given[5], "output_final_state": True}
-    if gate:
-        options |= {"A_log": given[6], "dt_bias": given[7], "use_gate_in_kernel": True}
-    out, final = (function or case.function)(*given[:5], **options)
-    leaves = [t for t in given if t is not None]
-    d_out, d_final = upstream(case) if slopes is None else slopes
-    grads = torch.autograd.grad((out, final), leaves, (d_out.unflatten(0, shape), d_final))
-    flat = *(t.flatten(0, 1) for t in grads[:5]), *grads[5:]
-    return Results(out.flatten(0, 1).detach(), final.detach(), flat)
-
-
-def same(a: Results, b: Results) -> bool:
-    return all(map(same_bytes, (*a[:2], *a.gradients), (*b[:2], *b.gradients)))
-
-
-def rows_of(results: Results, rows: slice, states: slice = slice(None)) -> Results:
-    """Results of some rows, and of the states of some sequences."""
-    of_rows = *(t[rows] for t in results.gradients[:5]), *(t[states] for t in results.gradients[5:])
-    return Results(results.out[rows], results.final[states], of_rows)
-
+from .recurrences import (
+    Results,
+    called,
+    given,
+    heads_are_alone,
+    parts_are_whole,
+    rows_in,
+    run,
+    same,
+    sequences_are_alone,
+    within_bounds,
+)
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -97,154 +65,20 @@ def test_a_bounded_gate_against_float64():
 
 
 def check_values(case: Case, norm: bool = False, gate: tuple = (), bound=None) -> None:
-    o, (d_out, d_final) = operands(case), upstream(case)
-    options = {} if bound is None else {"lower_bound": bound}
-    got = run(case, o, gate=gate, scale=0.3, use_qk_l2norm_in_kernel=norm, **options)
-    want, last, leaves = exact(case, o, 0.3, norm, gate, bound)
-    slopes = d_out[: len(want)].double(), d_final.double()
-    wanted = torch.autograd.grad((want, last), [t for t in leaves if t is not None], slopes)
-    assert got.final.dtype == FP32 and got.out.dtype == case.dtype
-    pairs = [(got.out, want), (got.final, last), *zip(got.gradients, wanted, strict=True)]
-    for actual, expected in pairs:
-        behind, expected = actual[len(want) :], expected[: len(actual)]
-        assert len(actual) != case.rows or not behind.any()
-        bound = oracle.delta_bound(expected, actual.dtype, 2.0**-20 if norm else 2.0**-22)
-        assert ((actual.double()[: len(expected)] - expected).abs() <= bound).all()
+    options = {"use_qk_l2norm_in_kernel": norm, "use_gate_in_kernel": bool(gate)}
+    options |= {} if bound is None else {"lower_bound": bound}
+    parameters = {n: t for n, t in zip(("A_log", "dt_bias"), gate, strict=False) if t is not None}
+    o, names = operands(case), (*case.op.operands._fields, "A_log", "dt_bias")
+    got = run(case, o, parameters=parameters, scale=0.3, **options)
+    *exactly, leaves = exact(case, o, 0.3, norm, gate, bound)
+    leaves = {n: t for n, t in zip(names, leaves, strict=False) if t is not None}
+    inside = 2.0**-20 if norm else 2.0**-22
+    within_bounds(got, (*exactly, leaves), case, inside, inside)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
 
-SEQUENCE = Case((150,), batch=1)
-
-
-def parts(cuts: tuple[int, ...], channels: bool = False) -> tuple[Results, Results]:
-    """(the whole, its parts by way of states and their gradients) of a sequence of 150 rows.
-
-    Its gates are slow: the roundings of S between chunks reach the end.
-    """
-    case = SEQUENCE._replace(channels=channels)
-    o, (d_out, d_final) = operands(case), upstream(case)
-    o = o._replace(g=o.g * 0.005)
-    whole, initial = run(case, o), o.initial.requires_grad_()
-    state, outs, leaves = initial, [], []
-    for first, end in itertools.pairwise((0, *cuts, 150)):
-        rows = [t[None, first:end].detach().requires_grad_() for t in o[:5]]
-        out, state = case.function(*rows, initial_state=state, output_final_state=True)
-        outs.append(out[0])
-        leaves.append(rows)
-    out = torch.cat(outs)
-    each = [t for rows in leaves for t in rows]
-    *grads, d_initial = torch.autograd.grad((out, state), (*each, initial), (d_out, d_final))
-    grads = [torch.cat(grads[i::5], 1)[0] for i in range(5)]
-    return whole, Results(out.detach(), state.detach(), (*grads, d_initial))
-
-
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("cuts", [(64,), (128,), (64, 128)], ids=str)
-def test_parts_cut_at_chunks_have_the_bytes_of_the_whole(cuts, channels):
-    """Both passes: the gradient of a state is the one that a part before it goes on from."""
-    assert same(*parts(cuts, channels))
-
-
-def test_an_initial_state_starts_a_grid_of_chunks():
-    """Cut elsewhere, the rounding of S is elsewhere: right, but other bytes."""
-    whole, cut = parts((50,))
-    assert same_bytes(whole.out[:50], cut.out[:50]) and not same_bytes(whole.final, cut.final)
-    assert (whole.final - cut.final).abs().max() < 1e-5 * whole.final.abs().max()
-
-
 PACK = Case((5, 0, 66, 1, 130), behind=3)
-
-
-def alone(case: Case, o, s: int) -> tuple[Results, slice]:
-    """Sequence ``s`` of a pack as a batch of one, and its rows."""
-    first, end = case.sequences.bounds()[s]
-    rows, (d_out, d_final) = slice(first, end), upstream(case)
-    part = type(o)(*(t[rows] for t in o[:5]), o.initial[s : s + 1])
-    slopes = d_out[rows], d_final[s : s + 1]
-    return run(case._replace(lengths=(end - first,), batch=1, behind=0), part, slopes), rows
-
-
-def packs(case: Case = PACK) -> None:
-    o = operands(case)
-    whole = run(case, o)
-    for s in range(case.count):
-        single, rows = alone(case, o, s)
-        assert same(rows_of(whole, rows, slice(s, s + 1)), single)
-
-
-@pytest.mark.parametrize("channels", [False, True])
-def test_a_sequence_of_a_pack_has_its_bytes_alone(channels):
-    """Empty ones, those of one row, and those of several chunks."""
-    packs(PACK._replace(channels=channels))
-
-
-def test_an_empty_sequence_keeps_its_state():
-    o, (_, d_final) = operands(PACK), upstream(PACK)
-    results = run(PACK, o)
-    assert same_bytes(results.final[1], o.initial[1])
-    assert same_bytes(results.gradients[5][1], d_final[1])
-    empty = Case((0,), batch=2)
-    results = run(empty, operands(empty))
-    assert same_bytes(results.final, operands(empty).initial) and results.out.shape == (0, 4, 24)
-    assert same_bytes(results.gradients[5], upstream(empty)[1])
-    zeros = ck.chunk_gated_delta_rule(
-        *(t[None] for t in operands(empty)[:5]), output_final_state=True
-    )[1]
-    assert zeros.shape == (1, 4, 16, 24) and not zeros.any()
-
-
-@pytest.mark.parametrize("channels", [False, True])
-def test_a_batch_beside_nan(channels):
-    """Another sequence, and what lies behind a pack, may be anything."""
-    case = Case((70,), batch=2, channels=channels)
-    o, slopes = operands(case), upstream(case)
-    want = rows_of(run(case, o, slopes), slice(70), slice(1))
-    for t in (*o[:5], slopes[0]):
-        t[70:] = torch.nan
-    for t in (o.initial, slopes[1]):
-        t[1:] = torch.nan
-    assert same(rows_of(run(case, o, slopes), slice(70), slice(1)), want)
-    pack = Case((70,), behind=70, channels=channels)
-    beside = o._replace(initial=o.initial[:1])
-    got = run(pack, beside, (slopes[0], slopes[1][:1]))
-    assert same(rows_of(got, slice(70)), want)
-    assert not any(t[70:].any() for t in (got.out, *got.gradients[:5]))
-
-
-def served_alone() -> None:
-    """v heads of a k head: each has its bytes alone, and dq and dk add theirs, ascending.
-
-    The first two are alike, with slopes that cancel, and so large that nothing else would be left
-    of the third in another order.
-    """
-    case = Case((66,), batch=1, heads=(1, 3), dtype=FP32, beta=FP32)
-    o, slopes = operands(case), upstream(case)
-    for t in (*o[2:5], o.initial):
-        t[:, 1] = t[:, 0]
-    for t in slopes:
-        t[:, 0] *= 2.0**40
-        t[:, 1] = -t[:, 0]
-    whole = run(case, o, slopes)
-    for h in range(3):
-        heads = slice(h, h + 1)
-        part = o._replace(**{name: getattr(o, name)[:, heads] for name in SERVED})
-        single = run(case._replace(heads=(1, 1)), part, [t[:, heads] for t in slopes])
-        of_whole = [t[:, heads] for t in (*whole[:2], *whole.gradients[2:])]
-        assert all(map(same_bytes, (*single[:2], *single.gradients[2:]), of_whole))
-    for of_last, total in zip(single.gradients[:2], whole.gradients, strict=False):
-        assert same_bytes(of_last + 0.0, total)
-
-
-def test_v_heads_that_share_a_k_head():
-    served_alone()
-
-
-def test_no_bit_follows_how_much_is_computed_at_once(monkeypatch):
-    case = Case((70,), batch=2, heads=(2, 6))
-    want = run(case, operands(case))
-    monkeypatch.setattr(cpu_chunks, "AT_ONCE", 5 * 64 * 16 * 24)
-    assert same(run(case, operands(case)), want)
 
 
 def test_both_names_are_one_op():
@@ -258,30 +92,30 @@ def test_a_gate_by_channel_of_equal_channels_is_one_of_a_head():
     of_heads = o._replace(g=o.g[..., 0])
     each = o._replace(g=of_heads.g[..., None].expand_as(o.g))
     got, want = run(case, each), run(case._replace(channels=False), of_heads)
-    assert same_bytes(got.out, want.out) and same_bytes(got.final, want.final)
-    others = [g for i, g in enumerate(got.gradients) if i != 3]
-    assert all(map(same_bytes, others, [g for i, g in enumerate(want.gradients) if i != 3]))
-    got, want = got.gradients[3].double().sum(2), want.gradients[3]
+    assert same(got, want, want.gradients.keys() - {"g"})
+    got, want = got.gradients["g"].double().sum(2), want.gradients["g"]
     assert (got - want).abs().max() <= 2.0**-20 * want.abs().max()
 
 
 @pytest.mark.parametrize("channels", [False, True])
 def test_norms_and_gates_have_the_bytes_of_their_ops(channels):
-    """Both passes, those of the parameters too, of a pack; and with main_grads."""
+    """Both passes, those of the parameters too, of a pack."""
     case = PACK._replace(channels=channels)
     o, (d_out, d_final) = operands(case), upstream(case)
-    gate, offsets = gate_parameters(case), case.offsets
-    got = run(case, o, gate=gate, use_qk_l2norm_in_kernel=True)
-    leaves = [t.detach().requires_grad_() for t in (*(t[None] for t in o[:5]), o.initial, *gate)]
-    q, k = (op_gate.l2norm(t, 1e-6) for t in leaves[:2])
-    g = op_gate.decay_gate(leaves[3], *leaves[6:], offsets, None, None, None)
-    results = case.function(
-        q, k, leaves[2], g, leaves[4], None, leaves[5], True, cu_seqlens=offsets
-    )
-    slopes = d_out[None], d_final
-    each = torch.autograd.grad(results, leaves, slopes)
-    each = *(t.flatten(0, 1) for t in each[:5]), *each[5:]
-    assert same(got, Results(results[0][0].detach(), results[1].detach(), each))
+    parameters = dict(zip(("A_log", "dt_bias"), gate_parameters(case), strict=True))
+    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+    got = run(case, o, parameters=parameters, **options)
+    leaves, others = given(case, o)
+    leaves |= {n: t.detach().requires_grad_() for n, t in parameters.items()}
+    inputs = {n: op_gate.l2norm(leaves[n], 1e-6) for n in "qk"}
+    gate = leaves["g"], leaves["A_log"], leaves["dt_bias"], case.offsets
+    inputs["g"] = op_gate.decay_gate(*gate, None, None, None)
+    rows = {n: inputs.get(n, leaves[n]) for n in case.op.operands._fields}
+    out, final = called(case, rows, **others)
+    torch.autograd.backward((out, final), (d_out[None], d_final))
+    grads = {n: rows_in(case, t.grad) if n in case.op.of_rows else t.grad
+             for n, t in leaves.items()}  # fmt: skip
+    assert same(got, Results(rows_in(case, out).detach(), final.detach(), grads))
 
 
 def split(groups, channels: bool) -> list[torch.Tensor]:
@@ -292,7 +126,7 @@ def split(groups, channels: bool) -> list[torch.Tensor]:
     mains = [drawn(len(t), seed=i, dtype=FP32) for i, t in enumerate((A_log, dt_bias), 30)]
     for first, last in groups:
         rows = slice(bounds[first][0], bounds[last][1])
-        out, _ = case.function(
+        out, _ = getattr(ck, case.public[0])(
             *(t[None, rows] for t in o[:5]),
             cu_seqlens=PACK.offsets[first : last + 2] - rows.start,
             A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=True,
@@ -313,19 +147,6 @@ def test_gradients_of_a_gate_are_split_invariant(channels):
 def test_the_default_scale_is_that_of_the_size_of_k():
     case = CASES["batch"]
     assert same(run(case, operands(case), scale=0.25), run(case, operands(case)))
-
-
-def sequences_of(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of sequences of 3 rows of one head of 8 channels, one in each row given."""
-    q, k, v = rows.view(-1, 3, 3, 1, 8).unbind(2)
-    g, beta = -rows[:, :3, None].float().abs(), rows[:, 3:6, None]
-    return ck.chunk_gated_delta_rule(q, k, v, g, beta)[0].reshape(len(rows), 24)
-
-
-def test_the_battery_of_rows():
-    """A sequence is a row: batches, neighbours, NaN among them, strides, repeated calls."""
-    op = contract.RowOp("chunk_gated_delta_rule", sequences_of, width=72, dtype=BF16)
-    assert contract.check_rows(op, 70, seed=1) > 50
 
 
 #: Mutants: a module and an edit of it.
@@ -379,9 +200,9 @@ def test_killed(name):
         dispatch.forget()
         for case in ("batch", "pack", "channels"):
             test_against_float64(case)
-        packs()
-        assert same(*parts((64, 128)))
-        served_alone()
+        sequences_are_alone(PACK)
+        assert parts_are_whole((64, 128), PACK._replace(lengths=(150,), batch=1, behind=0))
+        heads_are_alone(SHARED)
     dispatch.forget()
 
 

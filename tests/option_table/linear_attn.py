@@ -191,7 +191,7 @@ def scan(of=SCAN, pack: bool = False, main_grads: bool = False, **changed):
     for n, t in leaves.items():
         grad = mains.get(f"{n}_main_grad", t.grad)
         rows = n in ssd_cases.ROWS
-        got[f"d{n}"] = ssd_cases.rows_in(case, grad, n in ("B", "C")) if rows else grad
+        got[f"d{n}"] = ssd_cases.rows_in(case, grad, n) if rows else grad
     want = dict(zip(["out", "last"], wanted, strict=False))
     want |= {
         f"d{n}": t.grad for n, t in zip(StateSpace._fields, exacts, strict=True) if t is not None
