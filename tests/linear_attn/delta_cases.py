@@ -34,6 +34,7 @@ class Case(NamedTuple):
 
     rows, count = cases.Case.rows, cases.Case.count
     offsets, sequences = cases.Case.offsets, cases.Case.sequences
+    launcher, options = "delta_rule", 0.25  # of the module of launchers, and its scale
     op, selective, of_heads = RULE, False, ("v", "g", "beta", "initial")
 
     @property

@@ -55,6 +55,10 @@ class Case(NamedTuple):
         return (op_selective if self.selective else op_ssd).SCAN
 
     @property
+    def launcher(self) -> str:
+        return self.op.entry
+
+    @property
     def of_heads(self) -> tuple[str, ...]:
         """Operands of heads."""
         return tuple(name for name in NAMES if name not in ("B", "C"))

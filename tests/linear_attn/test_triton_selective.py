@@ -25,7 +25,7 @@ from tests.triton_runner import (
     mutants,
 )
 
-from .scan_launches import (
+from .launches import (
     backward,
     forward,
     gradients,

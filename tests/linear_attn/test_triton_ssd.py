@@ -10,8 +10,6 @@ import torch
 
 from cute_kernels.cpu import elementary
 from cute_kernels.linear_attn import cpu_ssd
-from cute_kernels.linear_attn.tensors import Last
-from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.oracles import ssd_chunks
 from tests.runtime.cached_calls import drawn
@@ -23,15 +21,14 @@ from tests.triton_runner import (
     SM90,
     TARGETS,
     case,
-    complaints,
     device_guard,  # noqa: F401  (a fixture)
+    mutants,
 )
 
-from .scan_launches import (
-    PACK,
-    SEQUENCE,
-    Forward,
+from .launches import (
+    ALLOWED,
     backward,
+    code,
     error,
     forward,
     gradients,
@@ -39,7 +36,6 @@ from .scan_launches import (
     pack_is_alone,
     parts,
     saved_by,
-    saved_of,
     values,
 )
 from .ssd_cases import BF16, FP32, INF, Case, operands
@@ -47,6 +43,9 @@ from .triton_engine import SSD, SSD_BACKWARD
 
 pytestmark = pytest.mark.simulates("linear_attn.triton")
 
+#: Two chunks and a tail, one row, no row; rows behind the last sequence.
+PACK = Case((140, 0, 1), heads=(1, 2), sizes=(16, 32), skip=2, behind=3)
+SEQUENCE = Case((260,), batch=1, heads=(1, 1), sizes=(16, 16))
 BATCH = Case(
     (131,), batch=2, heads=(2, 2), sizes=(32, 16), dt=FP32, skip=1, gate=False, bias=False,
     initial=False, softplus=False,
@@ -86,10 +85,10 @@ CHECKS = [
     *(case(CARD, values, wide(given)) for given in (PACK, BATCH)),
     *(case(CARD, check, wide(PACK)) for check in (predicted, pack_is_alone)),
     case(CARD, parts, SEQUENCE._replace(sizes=(64, 64))),
-    case(INTERPRETER, parts),
-    case(SM90, parts, night=True),
+    case(INTERPRETER, parts, SEQUENCE),
+    case(SM90, parts, SEQUENCE, night=True),
     case(SM90, predicted, **HOPPER),
-    case(SM90, pack_is_alone, **LATE, night=True),
+    case(SM90, pack_is_alone, PACK, **LATE, night=True),
 ]
 
 
@@ -102,21 +101,21 @@ def test_forward(engine, check, options):
 #: Each changes a byte of the written order, or reads what is not there.
 MUTANTS = {
     "the_update_on_the_state": (
-        predicted,
+        SM90, predicted,
         ("update = product(tl.trans(x), b, tl.zeros([P, COLUMNS], tl.float32), UPCAST)",
          "update = product(tl.trans(x), b, s * tl.exp2(whole), UPCAST)"),
         ("s = tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update + 0.0)\n        if",
          "s = update\n        if"),
     ),
     "the_state_last": (
-        predicted,
+        SM90, predicted,
         ("        y = y * tl.exp2(decay)[:, None]\n",
          "        of_state = y * tl.exp2(decay)[:, None]\n        y = tl.zeros_like(y)\n"),
         ("        y = y + 0.0\n", "        y = of_state + y\n"),
     ),
-    "D_of_the_first_head": (predicted, ("head * D_head + columns", "0 * D_head + columns")),
+    "D_of_the_first_head": (SM90, predicted, ("head * D_head + columns", "0 * D_head + columns")),
     "the_later_half_first": (
-        predicted,
+        SM90, predicted,
         ("y = _take_rows(\n            y, cb0,", "y = _take_rows(\n            y, cb_1,"),
         ("y = _take_rows(\n            y, cb1,", "y = _take_rows(\n            y, cb0,"),
         ("y, cb_1,", "y, cb1,"),
@@ -125,30 +124,26 @@ MUTANTS = {
         ("start, i, j_1, end", "start, i, j1, end"),
     ),
     "rows_behind": (
-        pack_is_alone,
+        SM90, pack_is_alone, PACK,
         ("return tl.load(ptr + offset, mask=inside[:, None], other=0.0)",
          "return tl.load(ptr + offset)"),
     ),
     "steps_of_rows_behind": (
-        pack_is_alone,
+        SM90, pack_is_alone, PACK,
         ("weight = tl.where(inside, tl.exp2(whole - decay) * step, 0.0)",
          "weight = tl.exp2(whole - tl.load(decay_ptr + head * N + row)) * step"),
     ),
     "no_limit": (
-        values, PACK, ("tl.where(step < low, low, tl.where(step > high, high, step))", "step"),
+        SM90, values, PACK,
+        ("tl.where(step < low, low, tl.where(step > high, high, step))", "step"),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.mutants
-@requires_core
-@pytest.mark.sim
-@pytest.mark.parametrize("name", MUTANTS)
-def test_killed(name):
-    check, *edits = MUTANTS[name]
-    given = [e for e in edits if isinstance(e, Case)]
-    edits = [e for e in edits if e not in given]
-    SSD.kill(SM90, lambda launch: check(launch, *given), *edits, **HOPPER)
+@pytest.mark.parametrize(("engine", "check", "edits"), mutants(MUTANTS))
+def test_killed(engine, check, edits):
+    SSD.kill(engine, check, *edits, **HOPPER)
 
 
 def large_steps(launch) -> None:
@@ -183,8 +178,8 @@ GRADIENTS = [
     *(case(engine, large_steps) for engine in (SM90, INTERPRETER)),
     *(case(CARD, gradients, wide(given)) for given in (PACK, BATCH)),
     case(CARD, gradients_of_a_pack, wide(PACK)),
-    case(INTERPRETER, gradients_of_a_pack),
-    case(SM90, gradients_of_a_pack, **LATE, night=True),
+    case(INTERPRETER, gradients_of_a_pack, PACK),
+    case(SM90, gradients_of_a_pack, PACK, **LATE, night=True),
 ]
 
 
@@ -196,30 +191,34 @@ def test_backward(engine, check, options):
 
 GRADIENT_MUTANTS = {
     "weights_behind_the_last_row": (
-        steep, ("scores = tl.where(inside[None, :] & (i[None, :]", "scores = tl.where((i[None, :]"),
+        INTERPRETER, steep,
+        ("scores = tl.where(inside[None, :] & (i[None, :]", "scores = tl.where((i[None, :]"),
     ),
     "decays_behind_the_last_row": (
-        steep, ("near = head * N + tl.minimum(row, end - 1)", "near = head * N + row"),
+        INTERPRETER, steep, ("near = head * N + tl.minimum(row, end - 1)", "near = head * N + row"),
         ("decay = tl.load(decay_ptr + near, mask=start < end, other=0.0)",
          "decay = tl.load(decay_ptr + near, mask=inside, other=0.0)"),
     ),
     "the_first_head": (
-        gradients,
+        INTERPRETER, gradients, PACK,
         ("at = state_at(slot, head, n, H, P, STATE)\n        s = tl.load",
          "at = state_at(slot, group * GROUP, n, H, P, STATE)\n        s = tl.load"),
     ),
-    "no_gradient_of_the_end": (gradients, ("dg = tl.fma(tl.exp2(whole), of_states, dg)\n", "\n")),
+    "no_gradient_of_the_end": (
+        INTERPRETER, gradients, PACK,
+        ("dg = tl.fma(tl.exp2(whole), of_states, dg)\n", "\n"),
+    ),
     "no_read_of_the_end": (
-        gradients,
+        INTERPRETER, gradients, PACK,
         ("        dg += tl.load(of_ends_ptr + (slot * PARTS + part) * H + head",
          "        dg += 0.0 * tl.load(of_ends_ptr + (slot * PARTS + part) * H + head"),
     ),
     "no_later_rows": (
-        gradients,
+        INTERPRETER, gradients, PACK,
         ("d1, c1, product(d0, c0, dB, UPCAST), UPCAST) + 0.0", "d0, c0, dB, UPCAST) + 0.0"),
     ),
     "no_step_in_P": (
-        large_steps,
+        INTERPRETER, large_steps,
         ("* step[:, None]\n    bc =", "\n    bc ="),
         ("acc = acc * (to_end * factor)[:, None]", "acc = acc * to_end[:, None]"),
         ("tl.where(none, 0.0, over_columns(x32 * acc, ROWS, P))",
@@ -229,51 +228,30 @@ GRADIENT_MUTANTS = {
         ("dx = tl.where(none[:, None], 0.0, acc)", "dx = acc * step[:, None]"),
     ),
     "no_gradient_of_a_step_of_0": (
-        large_steps,
+        INTERPRETER, large_steps,
         ("x32 * acc, ROWS, P), factor)", "x32 * acc, ROWS, P), tl.where(none, 2.0, factor))"),
     ),
     "steps_beyond_the_limits": (
-        gradients,
+        INTERPRETER, gradients, PACK,
         ("tl.where(there & (raw >= low) & (raw <= high), d_dt, 0.0)",
          "tl.where(there, d_dt, 0.0)"),
     ),
     "zeros_by_a_product": (
-        gradients_of_a_pack,
+        INTERPRETER, gradients_of_a_pack, PACK,
         ("tl.where(row < end, d_out * y * activation_slope(z, \"silu\"), 0.0)",
          "d_out * y * activation_slope(z, \"silu\") * (row < end).to(tl.float32)"),
     ),
     "zero_where_there_is_no_part": (
-        gradients_of_a_pack,
+        INTERPRETER, gradients_of_a_pack, PACK,
         ("tl.where(some, total, nothing)", "tl.where(some, total, 1.0)"),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.mutants
-@pytest.mark.parametrize("name", GRADIENT_MUTANTS)
-def test_killed_gradients(name):
-    check, *edits = GRADIENT_MUTANTS[name]
-    given = (PACK,) if check is gradients else ()
-    SSD_BACKWARD.kill(INTERPRETER, lambda launch: check(launch, *given), *edits)
-
-
-def everything(given: Case):
-    """A call of all kernels; only launched, not run."""
-    o = operands(given)
-
-    def call(launch) -> None:
-        saved = saved_of(given, o)
-        final = torch.empty(given.count, given.heads[1], *given.sizes)
-        if hasattr(launch, "ssd_scan_backward"):
-            backward(launch, given, o, Forward(o.x, final, saved))
-        else:
-            launch.ssd_scan(o, given.sequences, given.options, o.x, Last(final), saved)
-
-    return call
-
-
-#: They multiply; sums of one number and zeros have one result in any order.  N of 128 spills.
-ALLOWED = {"matrix instruction", "a sum in the order of the compiler", "spills"}
+@pytest.mark.parametrize(("engine", "check", "edits"), mutants(GRADIENT_MUTANTS))
+def test_killed_gradients(engine, check, edits):
+    SSD_BACKWARD.kill(engine, check, *edits)
 
 
 @pytest.mark.parametrize("sizes", [(64, 128), (64, 64)])
@@ -281,9 +259,4 @@ ALLOWED = {"matrix instruction", "a sum in the order of the compiler", "spills"}
 @pytest.mark.parametrize("target", TARGETS)
 def test_code(target, runner, sizes):
     """No atomics, nothing fused, offsets of 64 bits, in every target."""
-    given = Case((130, 5), heads=(1, 2), sizes=sizes)
-    kernels = runner.compiled(target, lambda: everything(given)(runner.launch))
-    assert {kernel.name for kernel in kernels} == set(runner.written)
-    assert {kernel.name: set(complaints(kernel)) - ALLOWED for kernel in kernels} == {
-        kernel.name: set() for kernel in kernels
-    }
+    code(runner, target, Case((130, 5), heads=(1, 2), sizes=sizes), ALLOWED)
