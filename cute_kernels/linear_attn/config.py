@@ -54,44 +54,49 @@ L2NORM_EPS = 1e-6
 SOFTPLUS_LINEAR = 20.0
 
 
-_KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
+#: Products of matrices on a GPU.
+PRODUCTS = "bf16 operands, fp32 accumulators, ascending k"
+_ON_CPU = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SPLIT_INVARIANT})
 #: Backend -> what the convolution and the scans keep, and what the delta rule does.
 KEPT: Mapping[str, frozenset[str]] = {
-    arch.TRITON: _KEPT | {SCHEDULE_INVARIANT},
-    arch.CPU: _KEPT,
+    arch.TRITON: _ON_CPU | {SCHEDULE_INVARIANT},
+    arch.CPU: _ON_CPU,
 }
-DELTA_KEPT = {arch.CUTE_SM90: _KEPT | {SCHEDULE_INVARIANT}, **KEPT}
+DELTA_KEPT = {arch.CUTE_SM90: KEPT[arch.TRITON], **KEPT}
 
 
 def conv_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the convolution's contract id covers."""
-    common: dict[str, object] = {
+    return _arithmetic(backend, device) | {
         "row": "bias, then one multiply-add a tap, the oldest row first; SiLU; one rounding",
         "gradient of a row": "one multiply-add a tap, the next row first; one rounding",
         "chunk": CONV_CHUNK,
     }
-    return common | _arithmetic(backend, device)
 
 
 def gate_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that bits of `op_gate` depend on, for the contracts of its callers."""
     adds = "each half onto half" if backend == arch.CPU else "neighbours, then their sums"
-    common: dict[str, object] = {
+    return _arithmetic(backend, device) | _softplus_facts(backend) | {
         "l2norm": "x (1 / sqrt(sum x^2 + eps)), one rounding",
         "gradient of l2norm": "rstd (dy - xhat sum(dy xhat)), one rounding",
         "sum of a row": f"{adds}; zeros fill it up to a power of two",
         "decay": "-(e^A_log) softplus(a + dt_bias)",
-        "softplus": f"max(x, 0) + 2 artanh(u / (u + 2)), u = e^-|x|; x above {SOFTPLUS_LINEAR}",
-        "artanh": elementary.LOG_SERIES[: None if backend == arch.CPU else TRITON.log_terms],
         "sums of the decay": "one multiply-add a row, rows of a chunk ascending, then chunks",
         "chunk": CONV_CHUNK,
+    }  # fmt: skip
+
+
+def _softplus_facts(backend: str) -> dict[str, object]:
+    return {
+        "softplus": f"max(x, 0) + 2 artanh(u / (u + 2)), u = e^-|x|; x above {SOFTPLUS_LINEAR}",
+        "artanh": elementary.LOG_SERIES[: None if backend == arch.CPU else TRITON.log_terms],
     }
-    return common | _arithmetic(backend, device)
 
 
 def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the delta rule's contract id covers."""
-    common: dict[str, object] = {
+    common = _arithmetic(backend, device) | {
         "chunk": DELTA_CHUNK,
         "state": "fp32 between chunks, at absolute rows of a sequence",
         "gradient of the state": "fp32 between chunks",
@@ -101,15 +106,14 @@ def delta_facts(backend: str, device: arch.Device) -> dict[str, object]:
     }
     if backend == arch.CPU:
         order = "row by row: decay, u = beta (v - S k), S + k u, scale S q; sums by halves"
-        return common | {"order": order} | _arithmetic(backend, device)
+        return common | {"order": order}
     order = (
         "decays 2^(G_i - G_j) of sums G, neighbours first; A = (I + L)^-1 by rows of diagonal "
         "blocks, then block by block; u = A r, P u on q S, the update of S "
         "from zero, of k and of u times its decay to the chunk's end"
     )
-    products = "bf16 operands, fp32 accumulators, ascending k"
-    return common | _arithmetic(backend, device) | {
-        "order": order, "products": products, "block": DELTA_BLOCK,
+    return common | {
+        "order": order, "products": PRODUCTS, "block": DELTA_BLOCK,
         "sums over K of gradients": DELTA_PART,
     }  # fmt: skip
 
@@ -132,27 +136,24 @@ def kda_facts(backend: str, device: arch.Device) -> dict[str, object]:
 
 def ssd_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the state space scan's contract id covers."""
-    gate = gate_facts(backend, device)
-    common: dict[str, object] = {
+    common = _arithmetic(backend, device) | _softplus_facts(backend) | {
         "chunk": SSD_CHUNK,
         "step": "dt + dt_bias, softplus, clamp",
-        **{name: gate[name] for name in ("softplus", "artanh")},
         "state": "fp32 between chunks, at absolute rows of a sequence",
         "gradient of the state": "fp32 between chunks",
         "gradients of B and C": "heads ascending; one rounding",
         "sums of the gradients of A, D and dt_bias": "by chunk, chunks ascending",
         "z": "y silu(z), one rounding",
-    }
+    }  # fmt: skip
     if backend == arch.CPU:
         order = "row by row: decay, S + dt x B, S C, + D x; sums by halves"
-        return common | {"order": order} | _arithmetic(backend, device)
+        return common | {"order": order}
     order = (
         "decays 2^(G_i - G_j) of a running sum G, P x on 2^G (C S), one multiply-add of D x, the "
         "update of S from zero"
     )
-    products = "bf16 operands, fp32 accumulators, ascending k"
-    return common | _arithmetic(backend, device) | {
-        "order": order, "products": products,
+    return common | {
+        "order": order, "products": PRODUCTS,
         "gradient of the decays": "rows and columns of one P, the last row first",
         "rows of a part of dD": TRITON.ssd_rows,
         "columns of a part of <dS, S>": TRITON.ssd_columns,
@@ -161,22 +162,20 @@ def ssd_facts(backend: str, device: arch.Device) -> dict[str, object]:
 
 def selective_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the selective scan's contract id covers."""
-    gate = gate_facts(backend, device)
-    common: dict[str, object] = {
+    common = _arithmetic(backend, device) | _softplus_facts(backend) | {
         "order": "row by row: S = e^(A step) S + (step u) B, then S C, + D u, y silu(z)",
         "sums over n": "a chain, n ascending",
         "step": "delta + delta_bias, softplus",
-        **{name: gate[name] for name in ("softplus", "artanh")},
         "state and its gradient": "fp32 behind each row",
         "rounding of a row": "one, at the end",
         "chunk of sums over rows": SELECTIVE_CHUNK,
-    }
+    }  # fmt: skip
     if backend == arch.CPU:
-        return common | _arithmetic(backend, device) | {
+        return common | {
             "sums of the gradients of A, D, delta_bias": "rows of a chunk ascending, then chunks",
             "gradients of B and C": "channels ascending; one rounding",
         }  # fmt: skip
-    return common | _arithmetic(backend, device) | {
+    return common | {
         "multiply-adds": "S from (step u) B, terms of chains over n, D u, sums over rows",
         "sums of the gradients of A, D, delta_bias": "rows of a chunk descending, then chunks",
         "gradients of B and C": "channels of a part as halves, parts ascending; one rounding",
@@ -197,27 +196,26 @@ MAX_GROUP = 8192
 GATED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
-def group_room(size: int) -> int:
+def padded_group(size: int) -> int:
     """Width of a group padded to a power of two; it fixes the tree of sums over it."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def group_part_rows(size: int) -> int:
     """Rows of a part of dweight: 64, more of narrow groups, as heads are; 32 of the widest."""
-    room = group_room(size)
-    if room <= 256:
-        return 131072 // room
-    return 32 if room > 4096 else max(64, 65536 // room)
+    padded = padded_group(size)
+    if padded <= 256:
+        return 131072 // padded
+    return 32 if padded > 4096 else max(64, 65536 // padded)
 
 
 def gated_norm_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the contract id of gated_rms_norm covers."""
     sizes = [1 << i for i in range(4, 14)]
-    common: dict[str, object] = {
+    common = _arithmetic(backend, device) | {
         "rows of a part": {size: group_part_rows(size) for size in sizes},
         "rounding": "one, at the end",
     }
-    common |= _arithmetic(backend, device)
     if backend == arch.CPU:
         return common | {"sums": "halves"}
     lanes = {size: (GATED_NORM.rows(size), GATED_NORM.fold(size)) for size in sizes}

@@ -47,13 +47,13 @@ class Group:
         """States of these sequences among those of all [S, H, ...]."""
         return states[self.sequence : self.sequence + self.count]
 
-    def states(self, given: torch.Tensor | None, sizes: tuple[int, ...]) -> torch.Tensor:
+    def states(self, initial: torch.Tensor | None, sizes: tuple[int, ...]) -> torch.Tensor:
         """A copy of the states of these sequences, or zeros, by lane: [count H, ...], fp32.
 
         sizes: (H, ...) of a state.
         """
-        if given is not None:
-            return self.of_sequences(given).flatten(0, 1).clone()
+        if initial is not None:
+            return self.of_sequences(initial).flatten(0, 1).clone()
         heads, *others = sizes
         return torch.zeros(self.count * heads, *others, dtype=torch.float32, device="cpu")
 

@@ -128,7 +128,7 @@ MUTANTS = {
     ),
     "mean_of_the_padded_group_in_the_gradient": (
         *(*VALUES, "gate first, groups"),
-        ("1.0 / rule.group_size,\n            **", "1.0 / room,\n            **"),
+        ("1.0 / rule.group_size,\n            **", "1.0 / padded,\n            **"),
     ),
     "no_projection": (
         *(*VALUES, "gate first"),
@@ -156,7 +156,7 @@ MUTANTS = {
     ),
     "lanes_follow_the_rows": (
         *SPLIT,
-        ("rows, fold = GATED_NORM.rows(room),", "rows, fold = 16 // (1 + (m > 1050)),"),
+        ("rows, fold = GATED_NORM.rows(padded),", "rows, fold = 16 // (1 + (m > 1050)),"),
     ),
     "pieces_of_a_part_follow_the_rows": (
         *SPLIT,

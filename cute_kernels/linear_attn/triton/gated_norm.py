@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...runtime.triton_products import cdiv
-from ..config import group_part_rows, group_room
+from ..config import group_part_rows, padded_group
 from ..tensors import Gated, GatedGradients, GatedRule
 from . import kernel_gated_norm as kernels
 from .launch import FUSION, add_sums, adjacent, loadable
@@ -18,7 +18,7 @@ def gated_norm(operands: Gated, rule: GatedRule, y: torch.Tensor, rstd: torch.Te
     """Triton implementation of `cpu_gated_norm.gated_norm`."""
     operands = loadable(_OP, operands, _ROWS)
     x, gate = operands.x, operands.gate
-    block = group_room(rule.group_size)
+    block = padded_group(rule.group_size)
     rows = max(1, GATED_NORM.forward_tile // block)
     programs = cdiv(x.shape[0], rows) * (x.shape[1] // rule.group_size)
     with torch.cuda.device(x.device):
@@ -41,8 +41,8 @@ def gated_norm_backward(
     operands = loadable(_OP, operands, _ROWS)
     x, gate = operands.x, operands.gate
     dy = adjacent(_OP, "dy", dy)
-    (m, width), room = x.shape, group_room(rule.group_size)
-    rows, fold = GATED_NORM.rows(room), GATED_NORM.fold(room)
+    (m, width), padded = x.shape, padded_group(rule.group_size)
+    rows, fold = GATED_NORM.rows(padded), GATED_NORM.fold(padded)
     piece = group_part_rows(rule.group_size) // fold
     dx, into, d_gate = gradients
     count = cdiv(m, piece)
@@ -52,8 +52,8 @@ def gated_norm_backward(
             dy, *operands, rstd, dx, d_gate, pieces,
             m, dy.stride(0), x.stride(0), gate.stride(0), 1.0 / rule.group_size,
             **_constants(rule, dy, x, gate),
-            PIECE=piece, ROWS=rows, BLOCK=room,
-            **_options(rows * room, GATED_NORM.elements(room)),
+            PIECE=piece, ROWS=rows, BLOCK=padded,
+            **_options(rows * padded, GATED_NORM.elements(padded)),
         )  # fmt: skip
         if into is not None:
             add_sums(kernels, pieces[:, None], into, 0, fold)

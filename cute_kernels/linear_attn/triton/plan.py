@@ -82,20 +82,20 @@ class GatedNormPlan:
         (128, 8), (256, 4), (512, 8), (1024, 16), (4096, 8), (8192, 16),
     )  # fmt: skip
 
-    def rows(self, room: int) -> int:
-        """Rows of a step of the backward, of groups padded to ``room``: the lanes of its sums.
+    def rows(self, padded: int) -> int:
+        """Rows of a step of the backward, of groups padded to ``padded``: the lanes of its sums.
 
         With other numbers of narrow groups Triton 3.6 moves each tile through shared memory.
         """
-        return 16 if room <= 128 else 1
+        return 16 if padded <= 128 else 1
 
-    def fold(self, room: int) -> int:
+    def fold(self, padded: int) -> int:
         """Pieces of a part, which programs of their own add up."""
-        return 4 if room <= 256 else 1
+        return 4 if padded <= 256 else 1
 
-    def elements(self, room: int) -> int:
+    def elements(self, padded: int) -> int:
         """Elements of a thread of the backward."""
-        return next(elements for size, elements in self.backward_elements if room <= size)
+        return next(elements for size, elements in self.backward_elements if padded <= size)
 
 
 GATED_NORM = GatedNormPlan()
