@@ -153,8 +153,8 @@ MUTANTS = {
     ),
     "the_update_on_the_state": (
         SM90, predicted, PACK,
-        ("update = product(tl.trans(k), weighted, tl.zeros(s.shape, tl.float32), UPCAST)",
-         "update = product(tl.trans(k), weighted, s * tl.exp2(whole), UPCAST)"),
+        ("update = product(tl.trans(k), u, tl.zeros(s.shape, tl.float32), UPCAST)",
+         "update = product(tl.trans(k), u, s * tl.exp2(whole), UPCAST)"),
         ("return tl.fma(tl.broadcast_to(tl.exp2(whole), s.shape), s, update)", "return update"),
     ),
     "two_blocks_alone": (SM90, predicted, PACK, ("for b in tl.static_range(1, _BLOCKS)",
@@ -189,7 +189,7 @@ MUTANTS_OF_KDA = {
          "factor = tl.exp2(tl.where(second[:, None], decay, -decay))"),
     ),
     "levels_of_one_reference": (
-        SM90, predicted, KDA_PACK,
+        SM90, steep_values, KDA_PACK,
         ("reference = (((block >> 1) * 2 + 1) << (LEVELS - 1 - level)) - 1",
          "reference = block * 0 + 31"),
     ),
