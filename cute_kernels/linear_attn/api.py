@@ -41,7 +41,7 @@ def causal_conv1d_fn(
         return_final_states: Whether to return the last W - 1 inputs of each sequence too.
         activation: None, "silu" or "swish", which is the same.
         cu_seqlens: [S + 1], int32 or int64: a pack.  x has B = 1, and sequence s its columns from
-            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0.
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows after the last are 0.
         main_grad, bias_main_grad: fp32, of the shape of weight and bias, or None.  If given,
             backward adds the gradient into it in place and ``grad`` stays None, as in `linear`.
 
@@ -170,7 +170,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: Whether rows of q and k are divided by √(Σ x² + 1e-6) before, and
             rounded to their dtype.
         cu_seqlens: [S + 1], int32 or int64: a pack.  q has B = 1, and sequence s its rows from
-            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0, and so are their
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows after the last are 0, and so are their
             gradients, those of norms where the rows are finite.
         use_gate_in_kernel: Whether g is the input of a gate, bf16, fp16 or fp32, and the log of the
             decay is -e^A_log softplus(g + dt_bias).
@@ -329,7 +329,7 @@ def mamba_chunk_scan_combined(
         dt_bias: [H]; bf16, fp16 or fp32.
         initial_states: [sequences, H, P, N], fp32; None: zeros.
         cu_seqlens: [S + 1], int32 or int64: a pack.  x has B = 1, and sequence s its rows from
-            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows behind the last are 0, and so are their
+            cu_seqlens[s] up to cu_seqlens[s + 1].  Rows after the last are 0, and so are their
             gradients.
         dt_softplus, dt_limit: See dt.
         return_final_states: Whether to return the state after each sequence's last row too.
@@ -398,7 +398,7 @@ def selective_scan(
     """Selective scan of Mamba: S ← e^(A step) S + step u Bᵀ;  y = S C + D u, of each channel.
 
     With the names and layouts of mamba_ssm's ``selective_scan_fn``.  The order is the recurrence
-    itself: S [D, N] is fp32 behind each row, and n ascends in S C.  So a sequence that is cut
+    itself: S [D, N] is fp32 after each row, and n ascends in S C.  So a sequence that is cut
     anywhere, and goes on from the last state, has the bytes of the whole, in both passes.
 
     Args:
@@ -468,7 +468,7 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """RMS norm with a gate: x / √(mean(x²) + eps) · weight · act(gate), or of x · act(gate).
 
-    The norm behind a gated delta rule (norm before gate, a head a row) and behind a state space
+    The norm after a gated delta rule (norm before gate, a head a row) and after a state space
     (gate before norm, groups of a row).  A row is rounded once, at the end.
 
     Args:

@@ -49,7 +49,7 @@ def conv_backward(
 
 
 def _with_tail(operands: Conv, sequence: int, first: int, end: int) -> torch.Tensor:
-    """Rows of a sequence behind the W - 1 before them, which are zeros without an initial state."""
+    """Rows of a sequence after the W - 1 before them, which are zeros without an initial state."""
     x, weight, _, initial = operands
     tail = weight.shape[1] - 1
     rows = torch.zeros(tail + end - first, x.shape[1], dtype=torch.float64, device="cpu")
@@ -75,7 +75,7 @@ def _preactivation(
 def _gradient_of_rows(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Gradient of the rows and of the W - 1 before them: Σ_w slope(t + W - 1 - w) weight[:, w].
 
-    A row's own slope comes first, then those of the rows behind it.
+    A row's own slope comes first, then those of the rows after it.
     """
     width, length = weight.shape[1], slope.shape[0]
     total = torch.zeros(length + width - 1, slope.shape[1], dtype=torch.float64, device="cpu")

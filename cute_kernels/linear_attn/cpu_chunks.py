@@ -38,7 +38,7 @@ class Group:
             yield Chunk(self, start, min(start + self.size, self.length))
 
     def row_of_last(self, last: Last | None, rows: int) -> int:
-        """The row behind which ``last`` takes states, a multiple of ``rows``; -1: it takes none."""
+        """The row after which ``last`` takes states, a multiple of ``rows``; -1: it takes none."""
         if last is None:
             return -1
         return self.length if last.lag < 0 else max(self.length - last.lag, 0) // rows * rows

@@ -5,7 +5,7 @@
 As in cpu_delta.py every operation is elementwise and IEEE's.  Mamba-2 (`ssd_scan`): sums over P and
 N are halving trees, and S [P, N] and its gradient are rounded to fp32 where a chunk of 128 rows of
 a sequence ends.  Mamba-1 (`selective_scan`): a channel is a head of P = 1, with an A for each n;
-sums over N are chains, n ascending, and S and its gradient are rounded to fp32 behind each row.
+sums over N are chains, n ascending, and S and its gradient are rounded to fp32 after each row.
 Sums over rows, those of the gradients of A, D and dt_bias, are chains of a chunk's rows, ascending.
 """
 

@@ -28,7 +28,7 @@ class RowsOp:
     entry: Of `dispatch`; that of the backward ends with ``_backward``.
     public: The public function, whose contract covers it.
     launchers: As `launched_by` returns them.
-    operands, gradients: Tuples that launchers take.
+    operands: Tuple of them, and of their gradients, that launchers take.
     optional, of_rows, summed: Fields of operands that may be None, that have rows, and whose
         gradients are sums over rows, which have a main_grad.
     names, main_grads: Of operands and main_grads in the schema.
@@ -44,7 +44,6 @@ class RowsOp:
     public: str
     launchers: Mapping[str, Implementation]
     operands: type
-    gradients: type
     optional: tuple[str, ...] = ()
     of_rows: tuple[str, ...]
     summed: tuple[str, ...] = ()
@@ -244,7 +243,7 @@ class RowsOp:
                 into[i] = sum_of(operands[i], main_grad)
             launch(
                 self.rows(upstream[0]), *upstream[1:], *self.inputs(operands, offsets, options),
-                *self.saved_rows(saved), self.rows_of(self.gradients(*into)),
+                *self.saved_rows(saved), self.rows_of(self.operands(*into)),
             )  # fmt: skip
             for i, main_grad in sums:
                 if main_grad is None:

@@ -7,13 +7,13 @@ import torch
 from ..runtime import dispatch
 from . import checks, config
 from .op import ChannelLast, RowsOp, launched_by
-from .tensors import Conv, ConvGradients
+from .tensors import Conv
 
 
 class _Conv(ChannelLast, RowsOp):
     entry, public = "causal_conv", "causal_conv1d_fn"
     launchers = launched_by("launch:conv*", "cpu:conv*")
-    operands, gradients = Conv, ConvGradients
+    operands = Conv
     names = ("x", "weight", "bias", "initial_states")
     optional, of_rows, summed = ("bias", "initial"), ("x",), ("weight", "bias")
     main_grads = ("main_grad", "bias_main_grad")

@@ -13,7 +13,7 @@ from ..runtime.dispatch import Implementation
 from . import checks, config, op_gate
 from .op import launched_by, register
 from .op_scan import Recurrence
-from .tensors import DeltaGradients, DeltaRule, DeltaSaved
+from .tensors import DeltaRule, DeltaSaved
 
 _ENTRY, _OF_CHANNELS = "gated_delta_rule", "kda"
 _ON_GPUS = frozenset({torch.bfloat16})
@@ -33,7 +33,7 @@ def backend(device: torch.device, dtype: torch.dtype) -> str:
 class _DeltaRule(Recurrence):
     entry, public, chunk = _ENTRY, "chunk_gated_delta_rule", config.DELTA_CHUNK
     launchers = launched_by(*_LAUNCHERS, sm90="launch:delta_rule*")
-    operands, gradients, saved_type = DeltaRule, DeltaGradients, DeltaSaved
+    operands, saved_type = DeltaRule, DeltaSaved
     optional, of_rows = ("initial",), ("q", "k", "v", "g", "beta")
     options, saved = ("float? scale",), DeltaSaved._fields
     check = staticmethod(checks.delta_rule)

@@ -8,7 +8,7 @@
     decay_gate_backward  (da, dA_log, d_dt_bias)
 
 Rows may lie apart: a last dimension without gaps is read where it lies, another one is copied.
-Results are dense.  Rows of a pack behind its last sequence are 0 in g and da; rows of l2norm know
+Results are dense.  Rows of a pack after its last sequence are 0 in g and da; rows of l2norm know
 of no pack.  The rule's contract, which `op_delta` registers, covers both.
 """
 
@@ -23,7 +23,7 @@ from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks
 from .op import RowsOp, launched_by, register
-from .tensors import Gate, GateGradients
+from .tensors import Gate
 
 _PUBLIC = "chunk_gated_delta_rule"
 
@@ -98,7 +98,7 @@ l2norm_backward = define_op(
 class _Decay(RowsOp):
     entry, public = "decay_gate", _PUBLIC
     launchers = launched_by("gate:decay_gate*", "cpu_gate:decay_gate*")
-    operands, gradients = Gate, GateGradients
+    operands = Gate
     optional, of_rows, summed = ("dt_bias",), ("a",), ("A_log", "dt_bias")
     upstream, options = ("dg",), ("float? lower_bound",)
     check = staticmethod(checks.decay_gate)

@@ -8,13 +8,13 @@ from ..runtime import dispatch
 from ..runtime.operands import flat_rows
 from . import checks, config
 from .op import RowsOp, launched_by
-from .tensors import Gated, GatedGradients, GatedRule
+from .tensors import Gated, GatedRule
 
 
 class _GatedNorm(RowsOp):
     entry, public = "gated_norm", "gated_rms_norm"
     launchers = launched_by("gated_norm:gated_norm*", "cpu_gated_norm:gated_norm*")
-    operands, gradients = Gated, GatedGradients
+    operands = Gated
     optional, of_rows, summed = ("weight",), ("x", "gate"), ("weight",)
     main_grads, saved, packs = ("main_grad",), ("rstd",), False
     options = ("str activation", "float eps", "bool norm_before_gate", "int? group_size")

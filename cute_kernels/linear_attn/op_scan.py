@@ -17,7 +17,7 @@ from .. import arch
 from ..runtime import dispatch
 from . import config
 from .op import RowsOp, launched_by, sequences_of
-from .tensors import Last, StateSpace, StateSpaceGradients, StateSpaceSaved, StepOptions
+from .tensors import Last, StateSpace, StateSpaceSaved, StepOptions
 
 
 class Recurrence(RowsOp):
@@ -81,7 +81,7 @@ class Scan(Recurrence):
     triton: str
     dtypes: frozenset[torch.dtype] = dispatch.FLOATS
     facts: Callable[[str, arch.Device], dict[str, object]]
-    operands, gradients, saved_type = StateSpace, StateSpaceGradients, StateSpaceSaved
+    operands, saved_type = StateSpace, StateSpaceSaved
     optional, of_rows = ("D", "z", "dt_bias", "initial"), ("x", "dt", "B", "C", "z")
     summed = ("A", "D", "dt_bias")
     options = ("bool softplus", "float low", "float high")

@@ -7,7 +7,7 @@ import torch
 from . import checks, config
 from .op import ChannelLast
 from .op_scan import Scan
-from .tensors import StateSpace, StateSpaceGradients, StateSpaceSaved
+from .tensors import StateSpace, StateSpaceSaved
 
 
 class _Selective(ChannelLast, Scan):
@@ -16,7 +16,7 @@ class _Selective(ChannelLast, Scan):
     triton = "selective"
     facts, check = staticmethod(config.selective_facts), staticmethod(checks.selective_scan)
 
-    def rows_of(self, tensors: StateSpace | StateSpaceGradients):
+    def rows_of(self, tensors: StateSpace):
         """B and C are [N, G, N_], also of one group."""
         rows = super().rows_of(tensors)
         pairs = ((name, getattr(rows, name)) for name in ("B", "C"))

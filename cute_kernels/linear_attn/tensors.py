@@ -24,19 +24,6 @@ class Conv(NamedTuple):
     initial: torch.Tensor | None
 
 
-class ConvGradients(NamedTuple):
-    """Gradients that a backward makes; None: one that nobody needs.
-
-    dx [N, D] and initial [S, D, W - 1] are written, of the dtype of x; weight [D, W] and bias [D],
-    fp32, are added to.
-    """
-
-    dx: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    initial: torch.Tensor | None
-
-
 class DeltaRule(NamedTuple):
     """Operands of a gated delta rule.
 
@@ -55,9 +42,9 @@ class DeltaRule(NamedTuple):
 
 
 class Last(NamedTuple):
-    """Last states of sequences, and the rows behind which they are taken.
+    """Last states of sequences, and the rows after which they are taken.
 
-    states: [S, HV, K, V], fp32.  lag: -1: behind the last row; else behind the last whole chunk of
+    states: [S, HV, K, V], fp32.  lag: -1: after the last row; else after the last whole chunk of
     all rows but the last ``lag``, which may yet be dropped; the initial state if there is none.
     """
 
@@ -96,17 +83,6 @@ class DeltaRecord(NamedTuple):
     made: torch.Tensor
     rows: int
     drafts: int
-
-
-class DeltaGradients(NamedTuple):
-    """Gradients that a backward writes, of the operands' shapes and dtypes; None: not needed."""
-
-    q: torch.Tensor | None
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    g: torch.Tensor | None
-    beta: torch.Tensor | None
-    initial: torch.Tensor | None
 
 
 class StepOptions(NamedTuple):
@@ -155,23 +131,6 @@ class StateSpaceSaved(NamedTuple):
     ungated: torch.Tensor
 
 
-class StateSpaceGradients(NamedTuple):
-    """Gradients that a backward makes, of the operands' shapes; None: one that nobody needs.
-
-    A, D and dt_bias, fp32, are added to; the others are written, of the operands' dtypes.
-    """
-
-    x: torch.Tensor | None
-    dt: torch.Tensor | None
-    A: torch.Tensor | None
-    B: torch.Tensor | None
-    C: torch.Tensor | None
-    D: torch.Tensor | None
-    z: torch.Tensor | None
-    dt_bias: torch.Tensor | None
-    initial: torch.Tensor | None
-
-
 class Gate(NamedTuple):
     """Operands of a decay.
 
@@ -184,23 +143,12 @@ class Gate(NamedTuple):
     dt_bias: torch.Tensor | None
 
 
-class GateGradients(NamedTuple):
-    """Gradients that a backward of a decay makes; None: one that nobody needs.
-
-    da [N, C] is written, of the dtype of a; A_log [H] and dt_bias [C], fp32, are added to.
-    """
-
-    da: torch.Tensor | None
-    A_log: torch.Tensor | None
-    dt_bias: torch.Tensor | None
-
-
 @dataclass(frozen=True)
 class Sequences:
     """Sequences among N rows: a batch of equal lengths, or a pack.
 
     Attributes:
-        rows: N; those of a pack that lie behind its last sequence belong to none.
+        rows: N; those of a pack that lie after its last sequence belong to none.
         length: Rows of each sequence of a batch; 0 of a pack.
         offsets: [S + 1], int32 or int64, the rows at which sequences of a pack begin and the last
             one ends; None of a batch.
@@ -264,12 +212,7 @@ class GatedRule(NamedTuple):
     group_size: int
 
 
-class GatedGradients(NamedTuple):
-    """Gradients that a gated norm's backward makes; None: one that nobody needs.
-
-    dx, gate [M, D] are written, of the dtype of x; weight [D], fp32, is added to.
-    """
-
-    dx: torch.Tensor | None
-    weight: torch.Tensor | None
-    gate: torch.Tensor | None
+#: Gradients have the tuples of their operands; None: one that is not needed.  Those of rows and
+#: states are written, of the operands' dtypes; those of parameters, fp32, are added to.
+ConvGradients, GateGradients, GatedGradients = Conv, Gate, Gated
+DeltaGradients, StateSpaceGradients = DeltaRule, StateSpace

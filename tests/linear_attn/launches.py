@@ -86,7 +86,7 @@ def saved_by(given: Case, o) -> Forward:
 def backward(launch, given: Case, o, of: Forward, slopes=None, main=None):
     """Gradients; sums over rows are added to zeros, or to ``main``."""
     d_out, d_final = upstream(given) if slopes is None else slopes
-    into = given.op.gradients(*(None if t is None else torch.full_like(t, torch.nan) for t in o))
+    into = given.op.operands(*(None if t is None else torch.full_like(t, torch.nan) for t in o))
     zeros = {n: torch.zeros(t.shape) for n in given.op.summed if (t := getattr(o, n)) is not None}
     gradients = into._replace(**zeros | (main or {}))
     function = getattr(launch, f"{given.launcher}_backward")

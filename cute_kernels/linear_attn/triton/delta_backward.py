@@ -20,7 +20,7 @@ class Links(NamedTuple):
 
     d_out, du: Of o, and of u by a chunk alone.  q, k, weighted: k to a chunk's end; of gates by
     channel all with their decays, else q and k, and None.  d_final: Of the last states, or None.
-    dr: To be written, as d_states [slots, HV, K, V], behind each chunk, and d_initial, or None.
+    dr: To be written, as d_states [slots, HV, K, V], after each chunk, and d_initial, or None.
     """
 
     d_out: torch.Tensor

@@ -69,9 +69,9 @@ def decay_gate_backward(
     gate, (rows, length, *sizes) = _loadable(gate, sequences)
     tensors = dg, *gate, sequences.offsets
     with torch.cuda.device(dg.device):
-        if gradients.da is not None:
+        if gradients.a is not None:
             kernels.decay_gradient_kernel[(cdiv(dg.numel(), TRITON.gate_elements),)](
-                *tensors, gradients.da, rows, *sizes, ELEMENTS=TRITON.gate_elements, **options
+                *tensors, gradients.a, rows, *sizes, ELEMENTS=TRITON.gate_elements, **options
             )
         if gradients.A_log is None and gradients.dt_bias is None:
             return
