@@ -293,23 +293,21 @@ def _on_gpus(name: str, what: str, t: torch.Tensor, sizes: tuple[int, ...]) -> N
 
 
 def count_of(cu_seqlens: torch.Tensor | None, name: str, x: torch.Tensor) -> int:
-    """Number of sequences of a batch or a pack, the argument ``name``; checks the offsets."""
+    """Number of sequences of a batch or a pack, the argument ``name``.
+
+    It checks the offsets, whose values stay on the device.
+    """
     if cu_seqlens is None:
         return x.shape[0]
-    offsets(cu_seqlens, x, name)
-    if x.shape[0] != 1:
-        want = f"batch 1 of {name} (a pack of sequences along T)"
-        raise ShapeError(expected("cu_seqlens", want, f"batch {x.shape[0]}"))
-    return cu_seqlens.shape[0] - 1
-
-
-def offsets(cu_seqlens: object, x: torch.Tensor, name: str) -> None:
-    """Check the dtype, dimensions and device of cu_seqlens; its values stay on the device."""
     checking.operand("cu_seqlens", cu_seqlens, "[S + 1]", (torch.int32, torch.int64))
     if cu_seqlens.shape[0] < 2:
         got = list(cu_seqlens.shape)
         raise ShapeError(expected("cu_seqlens", "shape [S + 1] of at least one sequence", got))
     checking.same_device("cu_seqlens", cu_seqlens, name, x)
+    if x.shape[0] != 1:
+        want = f"batch 1 of {name} (a pack of sequences along T)"
+        raise ShapeError(expected("cu_seqlens", want, f"batch {x.shape[0]}"))
+    return cu_seqlens.shape[0] - 1
 
 
 def activation(name: object) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from cute_kernels.linear_attn.tensors import Gate, GateGradients, Sequences
+from cute_kernels.runtime import dispatch, plan_cache
 from tests.runtime.cached_calls import drawn
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -76,6 +81,28 @@ CASES = {
     "width 2": Case((3, 70), width=2, dtype=FP32),
     "width 3": Case((67,), batch=1, width=3, channels=130, dtype=torch.float16),
 }
+
+
+@contextlib.contextmanager
+def one_sum_a_micro_batch(module: ModuleType, name: str, *summed: str) -> Iterator[None]:
+    """While it lasts, a backward adds one fp32 sum of each call to these gradients."""
+    true = getattr(module, name)
+
+    def mutant(*args):
+        *inputs, gradients = args
+        into = {field: getattr(gradients, field) for field in summed}
+        totals = {field: torch.zeros_like(t) for field, t in into.items()}
+        true(*inputs, gradients._replace(**totals))
+        for field, t in into.items():
+            t += totals[field]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, mutant)
+        dispatch.forget()
+        plan_cache.clear()
+        yield
+    dispatch.forget()
+    plan_cache.clear()
 
 
 # ---- the ops before the gated delta rule ---------------------------------------------------------

@@ -9,14 +9,13 @@ import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError
 from cute_kernels.linear_attn import config, cpu
 from cute_kernels.linear_attn.tensors import Conv, ConvGradients
-from cute_kernels.runtime import dispatch, plan_cache
 from tests import contract
 from tests.anchors import planted
 from tests.contract import same_bytes
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
 
-from .cases import BF16, CASES, FP32, Case, Operands, operands
+from .cases import BF16, CASES, FP32, Case, Operands, one_sum_a_micro_batch, operands
 
 FP16 = torch.float16
 TAPS, BIAS = drawn(8, 4, seed=1), drawn(8, seed=2)
@@ -205,22 +204,9 @@ def test_gradients_of_weights_are_split_invariant_between_sequences():
     assert split_invariant()
 
 
-def test_one_sum_a_micro_batch_is_killed(monkeypatch):
-    true = cpu.conv_backward
-
-    def mutant(*args):
-        *operands, gradients = args
-        sums = gradients.weight, gradients.bias
-        totals = tuple(map(torch.zeros_like, sums))
-        true(*operands, gradients._replace(weight=totals[0], bias=totals[1]))
-        for into, total in zip(sums, totals, strict=True):
-            into += total
-
-    monkeypatch.setattr(cpu, "conv_backward", mutant)
-    dispatch.forget()
-    plan_cache.clear()
-    assert not split_invariant()
-    plan_cache.clear()
+def test_one_sum_a_micro_batch_is_killed():
+    with one_sum_a_micro_batch(cpu, "conv_backward", "weight", "bias"):
+        assert not split_invariant()
 
 
 #: Edits of cpu.py.

@@ -14,14 +14,24 @@ from cute_kernels.errors import (
     UnsupportedTransformError,
 )
 from cute_kernels.linear_attn import cpu, cpu_gate, op_delta, op_gate  # noqa: F401  (a contract)
-from cute_kernels.runtime import dispatch
 from tests import contract
 from tests.anchors import planted
 from tests.contract import same_bytes
 from tests.oracles import linear_attn as oracle
 from tests.runtime.cached_calls import drawn
 
-from .cases import BF16, FP32, GATES, WIDTHS, Case, GateOperands, decay, gate_operands, norm_rows
+from .cases import (
+    BF16,
+    FP32,
+    GATES,
+    WIDTHS,
+    Case,
+    GateOperands,
+    decay,
+    gate_operands,
+    norm_rows,
+    one_sum_a_micro_batch,
+)
 from .cases import l2norm as both_passes
 
 FP16 = torch.float16
@@ -222,22 +232,9 @@ def test_the_chunk_shows_in_the_sums(edit):
     assert not all(map(same_bytes, *sums))
 
 
-def test_one_sum_a_micro_batch_is_killed(monkeypatch):
-    true = cpu_gate.decay_gate_backward
-
-    def mutant(*args):
-        *call, gradients = args
-        into = gradients[1:]
-        totals = tuple(map(torch.zeros_like, into))
-        true(*call, gradients._replace(A_log=totals[0], dt_bias=totals[1]))
-        for one, total in zip(into, totals, strict=True):
-            one += total
-
-    monkeypatch.setattr(cpu_gate, "decay_gate_backward", mutant)
-    dispatch.forget()
-    assert not split_invariant()
-    monkeypatch.undo()
-    dispatch.forget()
+def test_one_sum_a_micro_batch_is_killed():
+    with one_sum_a_micro_batch(cpu_gate, "decay_gate_backward", "A_log", "dt_bias"):
+        assert not split_invariant()
 
 
 def test_gradients_that_nobody_needs_are_not_made():

@@ -1,4 +1,4 @@
-"""The scans on a CPU: values, sums over rows; what Mamba-2's refuses."""
+"""The scans on a CPU: values, sums over rows; what they refuse."""
 
 from __future__ import annotations
 
@@ -211,9 +211,77 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", REFUSED)
-def test_refused(which):
-    changed, error, message = REFUSED[which]
+#: Operands of `selective_scan`, whose rows are u.
+U, BN, AN = drawn(2, 6, 3), drawn(2, 8, 3), -torch.ones(6, 8)
+U_RIGHT = {"u": U, "delta": U.float(), "A": AN, "B": BN, "C": BN, "D": torch.ones(6)}
+U_STATE, U_MAIN = torch.zeros(2, 6, 8), torch.zeros(6)
+#: Arguments of one sequence of 3 rows.
+U_ONE = {n: t[:1] if t.dim() > 2 else t for n, t in U_RIGHT.items()}
+#: Wrong arguments -> (error, the message's beginning).
+U_REFUSED = {
+    "two dimensions": ({"u": U[0]}, ShapeError, "u: expected 3 dimensions [B, D, T]"),
+    "no channels": ({"u": U[:, :0]}, ShapeError, "u: expected D, channels,"),
+    "steps of a channel": ({"delta": U[:, :1]}, ShapeError, "delta: expected shape [2, 6, 3]"),
+    "A in bf16": ({"A": AN.bfloat16()}, DtypeError, "A: expected one of torch.float32"),
+    "A of heads": ({"A": AN[:, 0]}, ShapeError, "A: expected 2 dimensions [D, N]"),
+    "A of one channel": ({"A": AN[:1]}, ShapeError, "A: expected shape [6, 8], D of u, and N"),
+    "a complex A": ({"A": AN.to(torch.complex64)}, DtypeError, "A: expected one of torch.float32"),
+    "an N of 300": ({"A": -torch.ones(6, 300)}, ShapeError, "A: expected N a multiple of 1"),
+    "B of no tokens": ({"B": BN[0, :, :1]}, ShapeError, "B: expected 3 dimensions [B, N, T]"),
+    "another N": ({"B": BN[:, :4]}, ShapeError, "B: expected shape [2, 8, 3], B and T of u"),
+    "another dtype of B": ({"B": BN.float()}, DtypeError, "B: expected one of torch.bfloat16"),
+    "four groups": (
+        {n: BN[:, None].repeat(1, 4, 1, 1) for n in "BC"}, ShapeError,
+        "B: expected G, groups, a divisor of D = 6",
+    ),
+    "groups of B": ({"B": BN[:, None]}, ShapeError, "C: expected 4 dimensions [B, G, N, T]"),
+    "another C": ({"C": BN[..., :2]}, ShapeError, "C: expected shape [2, 8, 3], that of B"),
+    "D of two dimensions": ({"D": AN}, ShapeError, "D: expected 1 dimension [D]"),
+    "z in fp32": ({"z": U.float()}, DtypeError, "z: expected one of torch.bfloat16"),
+    "a long bias": ({"delta_bias": torch.ones(7)}, ShapeError, "delta_bias: expected shape [6]"),
+    "one state": ({"initial_state": U_STATE[:1]}, ShapeError, "initial_state: expected shape [2,"),
+    "a state in bf16": (
+        {"initial_state": U_STATE.bfloat16()}, DtypeError, "initial_state: expected one of",
+    ),
+    "softplus in words": (
+        {"delta_softplus": "yes"}, ArgumentTypeError, "delta_softplus: expected True",
+    ),
+    "a batch and offsets": ({"cu_seqlens": OFFSETS}, ShapeError, "cu_seqlens: expected batch 1"),
+    "offsets beyond u": (
+        U_ONE | {"cu_seqlens": OFFSETS * 2}, ArgumentValueError, "cu_seqlens: expected numbers",
+    ),
+    "a main_grad of no bias": (
+        {"delta_bias_main_grad": U_MAIN}, ArgumentTypeError, "delta_bias_main_grad: expected None",
+    ),
+    "a main_grad that is read": (
+        {"D_main_grad": U_RIGHT["D"]}, AliasError, "D_main_grad: expected memory of its own",
+    ),
+    "another argument": ({"x": U}, ArgumentTypeError, "x: expected an argument"),
+}  # fmt: skip
+
+
+#: Whether of channels -> (function, right arguments, wrong ones).
+TABLES = {
+    False: (scan, RIGHT, REFUSED),
+    True: (ck.selective_scan, U_RIGHT, U_REFUSED),
+}
+
+
+@pytest.mark.parametrize(
+    ("of_channels", "which"), [(t, which) for t in (False, True) for which in TABLES[t][2]]
+)
+def test_refused(of_channels, which):
+    function, right, table = TABLES[of_channels]
+    changed, error, message = table[which]
     with pytest.raises(error) as caught:
-        scan(**RIGHT | changed)
+        function(**right | changed)
     assert str(caught.value).startswith(message)
+
+
+def test_layouts():
+    """Channel-last or not, one group or none: the same bytes, in channel-last memory."""
+    rows = {n: t.mT.contiguous().mT if t.dim() > 2 else t for n, t in U_RIGHT.items()}
+    groups = {n: rows[n][:, None] for n in "BC"}
+    want = ck.selective_scan(**U_RIGHT)
+    for out in (ck.selective_scan(**rows), ck.selective_scan(**rows | groups)):
+        assert out.mT.is_contiguous() and same_bytes(out, want)
