@@ -73,9 +73,11 @@ class RowsOp:
 
     def rows_of(self, tensors):
         """Return operands or gradients whose rows are [N, ...]."""
-        fields = zip(self.operands._fields, tensors, strict=True)
-        return type(tensors)(
-            *(self.rows(t) if f in self.of_rows and t is not None else t for f, t in fields)
+        return tensors._make(
+            [
+                self.rows(t) if has_rows and t is not None else t
+                for has_rows, t in zip(self._has_rows, tensors, strict=True)
+            ]
         )
 
     # ---- launches --------------------------------------------------------------------------------
@@ -124,6 +126,9 @@ class RowsOp:
         ]
         read += ["Tensor? offsets"] * self.packs
         options = [*self.options, *self.options_of_forward]
+        self._has_rows = [field in self.of_rows for field in fields]
+        # Hosts pay for every call: where arguments lie is known before.
+        self._count, self._mains = len(fields), slice(len(read), len(read) + len(mains))
         self._arguments = len(read) + len(mains) + len(options)
         instead = self.instead_of_vmap.format(self.names[0])
         vmap = refuse_vmap(self.public, f"is not supported; {instead} the same")
@@ -160,14 +165,12 @@ class RowsOp:
 
     def _split(self, args: Sequence) -> tuple:
         """(operands, offsets, main_grads, other arguments)."""
-        count = len(self.names)
-        first = count + self.packs
-        end = first + len(self.summed)
+        count, mains = self._count, self._mains
         offsets = args[count] if self.packs else None
-        return self.operands(*args[:count]), offsets, args[first:end], args[end:]
+        return self.operands._make(args[:count]), offsets, args[mains], args[mains.stop :]
 
     def _has_main_grads(self, *args) -> bool:
-        return any(t is not None for t in self._split(args)[2])
+        return any(t is not None for t in args[self._mains])
 
     def _check(self, *args):
         operands, offsets, main_grads, options = self._split(args)
@@ -177,11 +180,11 @@ class RowsOp:
 
     def _check_no_aliases(self, main_grads: Sequence, names: Iterable, read: Iterable) -> None:
         """Check that each main_grad shares memory with no other and with nothing that is read."""
-        named = list(zip(self.main_grads, main_grads, strict=True))
-        for i, (name, main_grad) in enumerate(named):
+        for i, main_grad in enumerate(main_grads):
             if main_grad is not None:
+                later = dict(zip(self.main_grads[i + 1 :], main_grads[i + 1 :], strict=True))
                 others = dict(zip(names, read, strict=True))
-                destination.check_no_alias(main_grad, name, **dict(named[i + 1 :]), **others)
+                destination.check_no_alias(main_grad, self.main_grads[i], **later, **others)
 
     def _fake(self, *args):
         operands, offsets, _, options = self._split(args)
@@ -221,7 +224,7 @@ class RowsOp:
             args[0].new_empty(0)
             if not need or elsewhere.get(i) is not None
             else self.empty(t)
-            if self.operands._fields[i] in self.of_rows
+            if self._has_rows[i]
             else t.new_empty(t.shape)
             for i, (t, need) in enumerate(zip(operands, needs, strict=True))
         )
@@ -271,7 +274,7 @@ class RowsOp:
             ctx.set_materialize_grads(False)
 
     def _backward(self, ctx, d_out, *others):
-        count = len(self.names)
+        count = self._count
         operands = self.operands(*ctx.saved_tensors[:count])
         offsets, *saved = ctx.saved_tensors[count:]
         refuse_double(self.public_of(operands))
