@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/dsl": (1948, ""),
     "cute_kernels/gemm": (2823, ""),
     "cute_kernels/integrations": (9354, ""),
-    "cute_kernels/linear_attn": (8936, "a system"),
+    "cute_kernels/linear_attn": (8941, "a system"),
     "cute_kernels/logp": (5852, ""),
     "cute_kernels/mhc": (9221, "types of Triton launchers again"),
     "cute_kernels/model": (11763, ""),

@@ -223,11 +223,12 @@ class RowsOp:
         return tuple(
             args[0].new_empty(0)
             if not need or elsewhere.get(i) is not None
-            else self.empty(t)
-            if self._has_rows[i]
-            else t.new_empty(t.shape)
+            else self._empty_gradient(i, t)
             for i, (t, need) in enumerate(zip(operands, needs, strict=True))
         )
+
+    def _empty_gradient(self, i: int, t: torch.Tensor) -> torch.Tensor:
+        return self.empty(t) if self._has_rows[i] else t.new_empty(t.shape)
 
     def _plan_backward(self, *args):
         operands = self._split_backward(args)[1]
@@ -239,19 +240,23 @@ class RowsOp:
         def run(*args):
             upstream, operands, offsets, mains, saved, options, needs = self._split_backward(args)
             self._check_no_aliases(mains, self.upstream, upstream)
-            results = list(self._fake_backward(*args))
-            into = [t if need else None for t, need in zip(results, needs, strict=True)]
-            sums = [(i, t) for i, t in zip(self._positions, mains, strict=True) if needs[i]]
-            for i, main_grad in sums:
-                into[i] = sum_of(operands[i], main_grad)
+            main_grads = dict(zip(self._positions, mains, strict=True))
+            into = [
+                None
+                if not need
+                else sum_of(t, main_grads[i])
+                if i in main_grads
+                else self._empty_gradient(i, t)
+                for i, (t, need) in enumerate(zip(operands, needs, strict=True))
+            ]
             launch(
                 self.rows(upstream[0]), *upstream[1:], *self.inputs(operands, offsets, options),
-                *self.saved_rows(saved), self.rows_of(self.operands(*into)),
+                *self.saved_rows(saved), self.rows_of(self.operands._make(into)),
             )  # fmt: skip
-            for i, main_grad in sums:
-                if main_grad is None:
-                    results[i].copy_(into[i])
-            return tuple(results)
+            for i, main_grad in main_grads.items():
+                if into[i] is not None:
+                    into[i] = into[i].to(operands[i].dtype) if main_grad is None else None
+            return tuple([args[0].new_empty(0) if t is None else t for t in into])
 
         return Plan(run)
 
