@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..arch import CPU
+from ..arch import CPU, CUTE_SM90
 from ..errors import ArgumentValueError, DtypeError, expected
 from ..runtime import checking, dispatch
 from . import checks, op_delta, op_selective, op_ssd
@@ -234,28 +234,35 @@ class LayerCache:
 class DeltaRuleCache(LayerCache):
     """The record of a layer of the gated delta rule: a state [HV, K, V], and k, v, g, beta.
 
-    On a GPU it has, of rows before ``made`` [slots], also what steps make of them: see
-    `DeltaRecord`.
+    On a GPU it has, of rows before ``made`` [slots], also what steps make of them, and on SM90 the
+    state ``rounded``: see `DeltaRecord`.
     """
 
     chunk = DELTA_CHUNK
     #: Whether gates are by channel: Kimi delta attention.
     channels = False
-    _names = (*LayerCache._names, "made")
+    _names = (*LayerCache._names, "made", "rounded", "rounded_at")
 
     def __init__(self, slots: int, heads: tuple[int, int], sizes: tuple[int, int], **others):
         (k_heads, v_heads), (k, v), dtype = heads, sizes, others["dtype"]
         of_g = ((v_heads, k) if self.channels else (v_heads,)), torch.float32
         rows = ((k_heads, k), dtype), ((v_heads, v), dtype), of_g, ((v_heads,), torch.float32)
         super().__init__(slots, (v_heads, k, v), rows, **others)
-        self.made = torch.zeros_like(self.length)
+        self.made, self.rounded_at = (torch.zeros_like(self.length) for _ in range(2))
+        on_sm90 = not self.channels and _steps_on_sm90(self.made.device, dtype)
+        self.rounded = self.state.new_empty(slots, v_heads, k * v if on_sm90 else 0, dtype=dtype)
         shapes = ((v_heads, v), (v_heads, v), (v_heads, DELTA_CHUNK))
         shapes = () if self.channels or not self.made.is_cuda else shapes
         size = slots, self._kept[0].rows
         self._derived = [Ring(*size, shape, dtype, self.made.device) for shape in shapes]
 
+    def _ring_rows(self, drafts: int) -> int:
+        """Rows of a ring in whole chunks, so that the rows of one are neighbours."""
+        return -(-super()._ring_rows(drafts) // self.chunk) * self.chunk
+
     def _goes_on(self, slot: torch.Tensor, start: torch.Tensor) -> None:
         self.made[slot] = torch.minimum(self.made[slot], start)
+        self.rounded_at[slot] = 0
 
     @torch.no_grad()
     def gated_delta_rule(
@@ -306,11 +313,13 @@ class DeltaRuleCache(LayerCache):
         checks.delta_rule(operands, cu_seqlens, scale)
         q, v = operands.q, operands.v
         self._check("v", v, cu_seqlens, slots)
-        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        tensors = self.state, *(ring.data for ring in self._kept)
+        # Rows behind a pack are zeros.
+        make = torch.empty_like if cu_seqlens is None else torch.zeros_like
+        out = make(v, memory_format=torch.contiguous_format)
+        rings, derived = (tuple(r.data for r in each) for each in (self._kept, self._derived))
         record = DeltaRecord(
-            tensors, tuple(ring.data for ring in self._derived), self.grid, self.length, self.made,
-            self._kept[0].rows, self.drafts,
+            (self.state, *rings), derived, self.rounded, self.grid, self.length, self.made,
+            self.rounded_at, self._kept[0].rows, self.drafts,
         )  # fmt: skip
         dispatch.launcher("gated_delta_step", v.device, v.dtype)(
             DeltaRule(*(t.flatten(0, 1) for t in operands[:5]), None),
@@ -325,6 +334,11 @@ class DeltaRuleCache(LayerCache):
             pieces = pieces_of(v, cu_seqlens)
             self._appended(self._slots(pieces, slots), pieces.count)
         return out
+
+
+def _steps_on_sm90(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the SM90 kernel makes the steps of a cache."""
+    return dtype == torch.bfloat16 and op_delta.backend(device, dtype) == CUTE_SM90
 
 
 class KdaCache(DeltaRuleCache):
@@ -444,10 +458,10 @@ class LinearAttentionCache:
     those of `of_mamba2` ``mamba_chunk_scan_combined``, and those of `of_mamba` ``selective_scan``:
     a channel is a head of P = 1, and its state is behind the last row that cannot be dropped.
 
-    Memory of a layer and slot: 4 HV K V bytes of state; 64 + 2 drafts rows of H K + HV V elements,
-    on a GPU HV (2 V + 64) more, and 8 HV bytes, 4 HV (K + 1) of `of_kda`; taps - 1 + drafts rows of
-    the convolution's channels.  Of Mamba-2 4 H P N bytes; 128 + 2 drafts rows of G N + H P elements
-    and 4 H bytes.
+    Memory of a layer and slot: 4 HV K V bytes of state, on SM90 6; 64 + 2 drafts rows, as whole
+    chunks, of H K + HV V elements, on a GPU HV (2 V + 64) more, and 8 HV bytes, 4 HV (K + 1) of
+    `of_kda`; taps - 1 + drafts rows of the convolution's channels.  Of Mamba-2 4 H P N bytes; 128 +
+    2 drafts rows of G N + H P elements and 4 H bytes.
 
     Guarantees: as `chunk_gated_delta_rule`, `mamba_chunk_scan_combined`, `selective_scan` and
     `causal_conv1d_fn`, whose bytes the rows have.

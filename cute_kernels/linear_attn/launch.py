@@ -10,12 +10,13 @@ import torch
 
 from ..compile import cache
 from ..compile.kernel import Entry, Expect, Kernel
-from .config import DELTA_CHUNK, DELTA_GPU_SIZES, DTYPE_NAMES
-from .device.walks import ROWS, DeltaConfig, DeltaGradientConfig
-from .tensors import DeltaGradients, DeltaRule, DeltaSaved, Last, Sequences
+from .config import DELTA_BLOCK, DELTA_CHUNK, DELTA_GPU_SIZES, DTYPE_NAMES
+from .device.walks import BLOCK, ROWS, DeltaConfig, DeltaGradientConfig, DeltaStepConfig
+from .tensors import DeltaGradients, DeltaRecord, DeltaRule, DeltaSaved, Last, Sequences
 from .triton import delta, delta_backward
+from .triton.delta_step import advance
 
-assert ROWS == DELTA_CHUNK
+assert (ROWS, BLOCK) == (DELTA_CHUNK, DELTA_BLOCK)
 #: Bytes that TMA's addresses and strides are multiples of.
 _ALIGN = 16
 
@@ -78,6 +79,35 @@ def _chain(
     )  # fmt: skip
 
 
+def delta_step(
+    operands: DeltaRule,
+    length: int,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    record: DeltaRecord,
+) -> None:
+    """SM90 implementation of `triton.delta_step.delta_step`."""
+    q, k, v, g, beta, _ = addressable(operands)
+    state = record.tensors[0]
+    count = len(v) // length if offsets is None else len(offsets) - 1
+    scratch = state, record.rounded
+    if record.drafts:
+        scratch = tuple(t.new_empty((count, *t.shape[1:])) for t in scratch)
+    offsets, slots = (t if t is None else t.long() for t in (offsets, slots))
+    chosen = DeltaStepConfig(k.shape[2], v.shape[2], DTYPE_NAMES[beta.dtype])
+    counters = record.grid, record.length, record.made, record.rounded_at
+    kernel(chosen)(
+        q, k, v, g, beta, out, state, record.rounded, *scratch,
+        *record.tensors[1:], *record.derived,
+        record.grid if offsets is None else offsets, record.grid if slots is None else slots,
+        *counters, scale, count, 0 if offsets is not None else length, int(slots is not None),
+        record.drafts, record.rows,
+    )  # fmt: skip
+    advance(count, length, offsets, slots, record, rounded=True)
+
+
 def addressable(operands: DeltaRule) -> DeltaRule:
     """The operands as TMA takes them: addresses and strides in whole 16 bytes."""
     operands = delta.loadable(operands)
@@ -114,7 +144,11 @@ def kernel(chosen: DeltaConfig) -> Callable:
 
 
 #: Class of a configuration -> the end of its kernel's name.
-_KERNELS = {DeltaConfig: "delta_sm90", DeltaGradientConfig: "delta_bwd_sm90"}
+_KERNELS = {
+    DeltaConfig: "delta_sm90",
+    DeltaGradientConfig: "delta_bwd_sm90",
+    DeltaStepConfig: "delta_step_sm90",
+}
 
 
 def entry(chosen: DeltaConfig) -> Kernel:
@@ -124,14 +158,18 @@ def entry(chosen: DeltaConfig) -> Kernel:
 
 def configs() -> Iterator[DeltaConfig]:
     """Every configuration that can be chosen."""
-    states = (False, True)
-    for options in itertools.product(DELTA_GPU_SIZES, ("bf16", "fp32"), states, states):
-        for config in _KERNELS:
-            yield config(*options)
+    states, betas = (False, True), ("bf16", "fp32")
+    for options in itertools.product(DELTA_GPU_SIZES, betas, states, states):
+        yield DeltaConfig(*options)
+        yield DeltaGradientConfig(*options)
+    for options in itertools.product(DELTA_GPU_SIZES, DELTA_GPU_SIZES, betas):
+        yield DeltaStepConfig(*options)
 
 
 def catalogue() -> Iterator[Entry]:
     """Every kernel, and what its machine code must be."""
     for chosen in configs():
         products = tuple(sorted({"64x64x16", f"64x{chosen.keys}x16"}))
+        if isinstance(chosen, DeltaStepConfig):
+            products = ("16816",)  # of mma.sync
         yield Entry(entry(chosen), "A", Expect(products, 255, 227 * 1024))

@@ -76,7 +76,10 @@ gated_delta_rule, gated_delta_rule_backward = RULE.define()
 register(_OF_CHANNELS, "chunk_kda", launched_by(*_LAUNCHERS))
 dispatch.register(
     "gated_delta_step",
-    {TRITON: Implementation(f"{__package__}.triton.delta_step:delta_step", _ON_GPUS)},
+    {
+        CUTE_SM90: Implementation(f"{__package__}.launch:delta_step", _ON_GPUS),
+        TRITON: Implementation(f"{__package__}.triton.delta_step:delta_step", _ON_GPUS),
+    },
     contract="chunk_gated_delta_rule",
 )
 # What lies inside of chunks, and most of the backward, is Triton's on SM90 too.

@@ -72,15 +72,20 @@ class DeltaRecord(NamedTuple):
 
     tensors: state [slots, HV, K, V], fp32, and the rings of k, v, g, beta, [slots R + 1, H, ...].
     derived: Those of r and u [slots R + 1, HV, V] and of rows of A [slots R + 1, HV, 64], bf16.
-    grid, length, made: [slots], int64; made: rows before it are in the derived rings.  rows: R.
-    drafts: Last rows that may yet be dropped.
+    rounded: [slots, HV, K V], bf16, the state rounded, in the order of the SM90 kernel, without
+        which it is empty.
+    grid, length, made, rounded_at: [slots], int64; made: rows before it are in the derived rings;
+        rounded_at: the grid + 1 where ``rounded`` holds its state.
+    rows: R.  drafts: Last rows that may yet be dropped.
     """
 
     tensors: tuple[torch.Tensor, ...]
     derived: tuple[torch.Tensor, ...]
+    rounded: torch.Tensor
     grid: torch.Tensor
     length: torch.Tensor
     made: torch.Tensor
+    rounded_at: torch.Tensor
     rows: int
     drafts: int
 

@@ -1,6 +1,6 @@
 """The ops of linear attention that are measured, and their operands in bf16: of a Qwen3-Next layer.
 
-Decoding is not measured here.
+``decode``: one row of each sequence behind `DECODED` rows, as steps go on from there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from ..core.work import Work
 #: row.  delta_inside: the delta rule with the norms of q and k and the gate inside.
 MOVED = {"conv": (2, 3), "norm_gate": (3, 5), "gate_norm": (3, 5)}
 DELTAS = ("delta", "delta_inside")
+DECODE = "decode"
+#: Rows before the first step of decoding.
+DECODED = 96
 OPS = (*MOVED, *DELTAS)
 #: Groups of a row that gate_norm normalises apart.
 GROUPS = 8
@@ -67,6 +70,8 @@ class Case:
         Three with a state, P u and T h, and of a k head k kᵀ and q kᵀ, triangles counted as such;
         a backward has about 2.6 times as many.
         """
+        if self.op == DECODE:
+            return Work(0, self.batch * self._decoded_bytes)
         tokens, v, way = self.batch * self.rows, self.v_heads, DIRECTIONS.index(self.direction)
         if self.op in MOVED:
             return Work(0, MOVED[self.op][way] * math.prod(self.shape) * 2)
@@ -74,6 +79,13 @@ class Case:
         qk, gates = 2 * self.heads * self.size * 2, v * (4 + 2)
         moved = (1 + way) * (qk + gates) + (2 + way) * v * self.size * 2
         return Work(int((1, 2.6)[way] * tokens * flops), tokens * moved)
+
+    @property
+    def _decoded_bytes(self) -> int:
+        """Bytes of a step of one sequence: S^, and rows of k, r, u, A and gates of half a chunk."""
+        state = 2 * self.v_heads * self.size**2
+        row = 2 * self.heads * self.size + self.v_heads * (4 * self.size + 2 * CHUNK + 8)
+        return state + CHUNK // 2 * row
 
     def items(self) -> dict:
         """Fields of a record."""
@@ -101,6 +113,9 @@ class Case:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
+        if self.op == DECODE:
+            state = self.batch, self.v_heads, self.size, self.size
+            return self._delta(normal) | {"state": normal(*state) / 16}
         operands = self._delta(normal) if self.op in DELTAS else self._rows(normal)
         out = {name: t.requires_grad_() for name, t in operands.items()}
         if self.direction == "bwd":
@@ -151,4 +166,5 @@ LISTS = {
         *_both("delta", (1, 8192, 16, 64), (4, 4096, 16, 64)),
     ],
 }
+LISTS["decode"] = [Case(DECODE, "fwd", batch, 1) for batch in (64, 256, 1)]
 ALL = [case for cases in LISTS.values() for case in cases]

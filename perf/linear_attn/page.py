@@ -33,7 +33,10 @@ _COPY, _CLOSER = (
     "at least 85% of a copy of as many bytes",
     "no result farther from float64 than fla's",
 )
+_DECODED = [case for case in CASES if case[0] == "decode fwd" and case[1].split("x")[0] != "1"]
 TARGETS = (
+    Target("decode: at least 1.30x fla at 64 and 256", _DECODED, 1.3, ratio_to("fla"), False),
+    Target("decode: at least 70% of a copy", _DECODED, 0.7, ratio_to("copy"), True),
     *(
         _target(f"{op} {way}", least, f"at least {least:.2f}x fla", ratio_to("fla"))
         for op in cases.DELTAS

@@ -11,15 +11,18 @@ import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
+from ..core.bits import same_bytes
 from ..core.passes import DIRECTIONS, Inputs, Op, Suite, copied, repeated, starts
 from ..core.rival import Call, Rival, by_name, module
 from . import exact
-from .cases import DELTAS, GROUPS, MOVED, OPS, Case
+from .cases import DECODE, DECODED, DELTAS, GROUPS, MOVED, OPS, Case
 from .exact import EPS
 
+DECODING = f"{DECODE} fwd"
 #: Relative error beyond which a result is wrong, not rounded: bf16 rounds by 2e-3.
 WRONG = 0.05
 
@@ -36,6 +39,75 @@ def _ours() -> dict[str, Op]:
         "norm_gate": functools.partial(norm, True, None),
         "gate_norm": lambda t: norm(False, t["x"].shape[-1] // GROUPS, t),
         **dict.fromkeys(DELTAS, functools.partial(_rule, ck.chunk_gated_delta_rule)),
+    }
+
+
+#: Names of a delta rule's rows.
+ROWS = "q", "k", "v", "g", "beta"
+
+
+def _ours_decoding(case: Case) -> Call:
+    """The next row of each sequence, whose cache stands behind `DECODED` rows at first."""
+    caches = {}
+
+    def call(t: Inputs) -> tuple:
+        key = id(t["v"])
+        if key not in caches:
+            caches[key] = _cache_behind({name: _repeated_row(t[name]) for name in ROWS})
+        caches[key].gated_delta_rule(*(t[name].detach() for name in ROWS))
+        return ()
+
+    return call
+
+
+def _repeated_row(rows: torch.Tensor) -> torch.Tensor:
+    """`DECODED` rows, each sequence with another's."""
+    return rows.detach().roll(1, 0).repeat_interleave(DECODED, 1)
+
+
+def _cache_behind(rows: Inputs):
+    """The cache of a layer behind rows [B, T, ...]."""
+    import cute_kernels as ck
+
+    (_, _, heads, k), (batch, _, v_heads, v) = rows["k"].shape, rows["v"].shape
+    sizes = {"heads": (heads, v_heads), "sizes": (k, v), "conv": (v, 4)}
+    like = {"dtype": rows["v"].dtype, "device": rows["v"].device}
+    cache = ck.LinearAttentionCache(1, batch, **sizes, **like)[0]
+    cache.gated_delta_rule(*(rows[name] for name in ROWS))
+    return cache
+
+
+def _fla_decoding(case: Case) -> Call:
+    """The next row of each sequence behind a state, which is written anew."""
+    rule = module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+
+    def call(t: Inputs) -> tuple:
+        with torch.no_grad():
+            rows = {name: t[name] for name in ROWS}
+            rule(**rows, initial_state=t["state"], output_final_state=True)
+        return ()
+
+    return call
+
+
+def _steps_keep_bytes(case: Case, t: Inputs) -> dict:
+    """Whether 70 steps have the bytes of one pass, for as many sequences as there are, up to 64."""
+    import cute_kernels as ck
+
+    few = replace(case, batch=min(case.batch, 64), rows=DECODED + 70, op="delta")
+    rows = {name: value.detach() for name, value in few.inputs(1, t["v"].device.type).items()}
+    cache = _cache_behind({name: rows[name][:, :DECODED] for name in ROWS})
+    whole, _ = ck.chunk_gated_delta_rule(*(rows[name] for name in ROWS))
+    return {
+        "bitwise": {
+            "one pass": all(
+                same_bytes(
+                    cache.gated_delta_rule(*(rows[name][:, i : i + 1] for name in ROWS)),
+                    whole[:, i : i + 1],
+                )
+                for i in range(DECODED, few.rows)
+            )
+        }
     }
 
 
@@ -74,6 +146,8 @@ def _checked(case: Case, device: str) -> tuple[Inputs, dict[str, torch.Tensor]]:
 
 def check(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
     """Errors against float64, each result's; ValueError if one is wrong.  Then the bytes."""
+    if case.op == DECODE:
+        return _steps_keep_bytes(case, t) if rival.promised else {"bitwise": {}}
     small = case.checked()
     operands, expected = _checked(small, next(iter(t.values())).device.type)
     # A call of its own: one of a backward keeps its graphs.
@@ -118,9 +192,11 @@ def tuned_together(workers: int = min(16, os.cpu_count() or 1)) -> Iterator[None
 
 
 RIVALS = by_name(
-    Rival("ours", starts(OPS, _ours), promised=True, ordered=True),
-    Rival("fla", starts(OPS, _fla)),
-    Rival("copy", {f"{op} {way}": copied for op in MOVED for way in DIRECTIONS}),
+    Rival("ours", starts(OPS, _ours) | {DECODING: _ours_decoding}, promised=True, ordered=True),
+    Rival("fla", starts(OPS, _fla) | {DECODING: _fla_decoding}),
+    Rival(
+        "copy", {f"{op} {way}": copied for op in MOVED for way in DIRECTIONS} | {DECODING: copied}
+    ),
 )
 _CONTRACTS = dict.fromkeys(MOVED, "gated_rms_norm") | {"conv": "causal_conv1d_fn"}
 SUITE = Suite(

@@ -1,5 +1,6 @@
 """Integer, logic, bit-field and conversion instructions of the core, against Python's integers."""
 
+import itertools
 import operator
 
 import numpy as np
@@ -157,6 +158,29 @@ def lookup(table, a, b, c):
     return sum((table >> index[i] & 1) << i for i in range(32))
 
 
+def part(value, i, bits, is_signed):
+    piece = value >> i * bits & (1 << bits) - 1
+    return piece - (1 << bits) if is_signed and piece >> bits - 1 else piece
+
+
+def dot_cases():
+    """Dot products of bytes, and of halves with bytes, signed or not."""
+    out = {}
+    for name, number, first in (("dp4a", 4, 0), ("dp2a.lo", 2, 0), ("dp2a.hi", 2, 2)):
+        for types in itertools.product(("u32", "s32"), repeat=2):
+
+            def dot(a, b, c, number=number, first=first, types=types):
+                of_a, of_b = (name == "s32" for name in types)
+                terms = (
+                    part(a, i, 32 // number, of_a) * part(b, first + i, 8, of_b)
+                    for i in range(number)
+                )
+                return c + sum(terms)
+
+            out[f"{name}.{'.'.join(types)} %r10, %r1, %r2, %r3;"] = "r", dot
+    return out
+
+
 def shift_cases():
     """Funnel shifts, permutations, look-up tables, carries and masks of 32 bits."""
     r = "%r10, %r1, %r2, %r3;"
@@ -247,7 +271,14 @@ def conversion_cases():
     return cases
 
 
-CASES = shift_cases() | selection_cases() | conversion_cases() | bit_cases(32) | bit_cases(64)
+CASES = (
+    dot_cases()
+    | shift_cases()
+    | selection_cases()
+    | conversion_cases()
+    | bit_cases(32)
+    | bit_cases(64)
+)
 for _bits in (16, 32, 64):
     CASES |= untyped_cases(_bits) | typed_cases(_bits, "u") | typed_cases(_bits, "s")
 

@@ -13,7 +13,7 @@ from cute_kernels.linear_attn import launch
 from tests.kernel_store import simulated as simulated_kernel
 from tests.triton_runner import SM90
 
-from .triton_engine import DELTA, DELTA_BACKWARD
+from .triton_engine import DELTA, DELTA_BACKWARD, DELTA_STEP
 
 
 def module_of(chosen) -> str:
@@ -36,6 +36,7 @@ def running(kernel: Callable | None = None, **options: int) -> Iterator[ModuleTy
     with (
         DELTA.running(SM90, **math),
         DELTA_BACKWARD.running(SM90, **math),
+        DELTA_STEP.running(SM90, **math),
         both,
         ptxsim.options(**options),
     ):

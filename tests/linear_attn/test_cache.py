@@ -284,7 +284,7 @@ def test_rings_of_steps_have_as_many_rows_as_the_others():
     for layer in cache.layers:
         layer._derived = [rings.Ring(1, layer._kept[0].rows, (2, 3), BF16, "cpu")]
     for layer in cache.select(torch.tensor([0]), drafts=0).layers:
-        assert {ring.rows for ring in (*layer._kept, *layer._derived)} == {64 + 18}
+        assert {ring.rows for ring in (*layer._kept, *layer._derived)} == {128}
 
 
 def test_too_many_rows_are_not_dropped():

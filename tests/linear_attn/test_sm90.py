@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -15,11 +17,12 @@ from tests import on_gpu
 from tests.contract import same_bytes
 from tests.kernels.edited import kernels
 from tests.old_memory import old_memory
-from tests.triton_runner import device_guard  # noqa: F401  (a fixture)
+from tests.triton_runner import SM90, device_guard  # noqa: F401  (a fixture)
 
+from . import decoding
 from . import simulated as system
-from .delta_cases import FP32, Case, operands, upstream
-from .delta_launches import Forward, backward, forward
+from .delta_cases import BF16, FP32, Case, operands, upstream
+from .launches import Forward, backward, forward
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("linear_attn")]
 HOPPER = {"wgmma_math": 2}
@@ -72,6 +75,104 @@ def test_written_order(name, lag):
     written_order(name=name, lag=lag)
 
 
+#: Sizes of decoding, with betas of new rows: K, V.
+STEP_CASES = {
+    "narrow": decoding.CASE._replace(sizes=(64, 64)),
+    "wide": decoding.CASE._replace(sizes=(128, 128), beta=FP32),
+    "K of 128": decoding.CASE._replace(sizes=(128, 64), heads=(2, 2)),
+    "V of 128": decoding.CASE._replace(sizes=(64, 128)),
+}
+
+
+def steps(kernel=None, name: str = "narrow", drafts: int = decoding.DRAFTS, **options) -> None:
+    """Steps have the bytes of Triton's one pass, whatever drafts come between."""
+    running = functools.partial(system.running, kernel, **HOPPER, **options)
+    decoding.steps(SM90, given=STEP_CASES[name], drafts=drafts, running=running, **HOPPER)
+
+
+#: Sizes by day; each is a kernel to compile.
+STEPS_BY_DAY = ("narrow", "wide")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in STEPS_BY_DAY else pytest.mark.nightly) for n in STEP_CASES],
+)
+def test_steps(name):
+    steps(name=name)
+
+
+def test_steps_with_drafts_over_chunks():
+    """S' of chunks that may be dropped again is another's than the slot's."""
+    steps(drafts=70)
+
+
+def step_schedules(kernel=None, modes=QUICK_MODES) -> None:
+    """Steps that start, cross and close a chunk in each timing of the simulator, without races."""
+    given = STEP_CASES["narrow"]
+    o = decoding.slow(0, given)
+
+    def run():
+        kept = decoding.record(given)
+        decoding.at_chunk(kept, o, 62, SM90, HOPPER)
+        with system.running(kernel) as sm90:
+            outs = [
+                decoding.step(sm90, kept, [decoding.part(o, row, row + 4)] * 2) for row in (62, 66)
+            ]
+        rings = [t[:-1][: 2 * kept.rows] for t in (*kept.tensors[1:], *kept.derived)]
+        return *outs, kept.tensors[0][:2], kept.rounded[:2], *(t[60:70] for t in rings)
+
+    run_modes(run, modes)
+
+
+def test_steps_have_no_races():
+    step_schedules(modes=RACES)
+
+
+@pytest.mark.nightly
+def test_step_schedules():
+    step_schedules()
+
+
+def test_steps_of_a_pack():
+    """Sequences of other lengths by offsets of 32 bits, one of them empty, in slots by place."""
+    given = STEP_CASES["narrow"]
+    o = decoding.slow(0, given)
+    with decoding.DELTA.running(SM90, **HOPPER) as launch_of_triton:
+        whole = forward(launch_of_triton, given, o).out
+    kept = decoding.record(given)
+    decoding.at_chunk(kept, o, 62, SM90, HOPPER)
+    pieces = decoding.part(o, 62, 63), decoding.part(o, 62, 65), decoding.part(o, 0, 3)
+    rows = [torch.cat(each) for each in zip(*pieces, strict=True)]
+    out = torch.zeros_like(rows[2])
+    with system.running(**HOPPER) as sm90:
+        offsets = torch.tensor([0, 1, 1, 4], dtype=torch.int32)
+        slots = torch.tensor([0, 2, 1], dtype=torch.int32)
+        operands_of = decoding.DeltaRule(*rows, None)
+        kept.tensors[0][2] = 0
+        sm90.delta_step(operands_of, 7, offsets, slots, Case.options, out, kept)
+    assert same_bytes(out[:1], whole[62:63]) and same_bytes(out[1:4], whole[62:65])
+    assert not out[4:].any() and kept.length.tolist() == [63, 65, 0]
+
+
+def test_the_rounded_state_is_made_where_it_is_not_there():
+    """Steps behind a prefill, and behind steps of Triton's kernel, which keeps none."""
+    given = STEP_CASES["narrow"]
+    o = decoding.slow(0, given)
+    kept = decoding.record(given)
+    decoding.at_chunk(kept, o, 68, SM90, HOPPER)
+    rows = [decoding.part(o, 68, 69)]
+    with system.running(**HOPPER) as sm90:
+        assert kept.rounded_at.tolist() == [0, 0, 0]
+        decoding.step(sm90, kept, rows)
+        assert kept.rounded_at.tolist() == [65, 0, 0]
+        state = kept.tensors[0][0].to(BF16)
+        assert same_bytes(kept.rounded[0].flatten().sort()[0], state.flatten().sort()[0])
+    with decoding.DELTA_STEP.running(SM90, **HOPPER) as triton:
+        decoding.step(triton, kept, [decoding.part(o, 69, 70)])
+    assert kept.rounded_at.tolist() == [0, 0, 0]
+
+
 def schedules(kernel=None, modes=QUICK_MODES, name: str = "long") -> None:
     """Each timing of the simulator gives the same bytes, and none finds a race."""
 
@@ -118,7 +219,7 @@ def test_states_that_lie_anywhere_are_copied():
     assert same_bytes(got.q, want.q) and same_bytes(got.initial, want.initial)
 
 
-FORWARD, BACK = "kernel_delta_sm90", "kernel_delta_bwd_sm90"
+FORWARD, BACK, STEP = "kernel_delta_sm90", "kernel_delta_bwd_sm90", "kernel_delta_step_sm90"
 #: Name -> (source, its text, the bug in its place, who notices).
 MUTANTS = {
     "neighbours_keys": (FORWARD, 'self.clear_rows((tiles["sK"],), stage, count, lane)', "pass",
@@ -144,13 +245,38 @@ MUTANTS = {
         written_order,
     ),
     "first_chunk_first": (BACK, "return place.chunks - 1 - n", "return n", written_order),
+    "a_chain_of_gates": (STEP, "before + left", "before + left + 0.25", steps),
+    "drafts_are_for_good": (STEP, "cutlass.max(total - scalars.drafts, 0) //", "total //", steps),
+    "rounded_state_stays": (
+        STEP, "            self.keep_rounded(self.as_operand(step, acc), following.rounded, part)",
+        "            pass", steps,
+    ),
+    "scratch_is_the_slots": (
+        STEP, 'if start + ROWS > shared.sPlace[PLACE.index("whole")]:', "if start + ROWS > total:",
+        steps,
+    ),
+    "rows_made_again_are_old": (STEP, "cutlass.min(cutlass.max(counters.mMade[slot] - grid, 0), "
+                                "opened)", "cutlass.max(counters.mMade[slot] - grid, 0)", steps),
+    "a_block_without_those_before": (STEP, "acc[e] = unit - acc[e]", "acc[e] = unit", steps),
+    "u_of_its_block_alone": (STEP, "self.multiply(step, accU, rR[s], rA)", "pass", steps),
+    "rows_of_k_not_awaited": (
+        STEP, "        cute.arch.cp_async_wait_group(0)\n        cute.arch.sync_threads()\n\n"
+        "        accR", "        cute.arch.sync_threads()\n\n        accR", step_schedules,
+    ),
+    "T_not_awaited": (
+        STEP, "self.keep(step.record.mR, ownR, step, b)\n        cute.arch.sync_threads()\n",
+        "self.keep(step.record.mR, ownR, step, b)\n", step_schedules,
+    ),
+    "a_whole_chunk_not_awaited": (STEP, "        cute.arch.cp_async_commit_group()  # of a chunk "
+                                  "without new rows\n        cute.arch.cp_async_wait_group(0)\n",
+                                  "", step_schedules),
     "stages_filled_in_use": (
         FORWARD, "            self.release(shared, stage, lane)\n            for i in",
         "            self.release(shared, stage, lane)\n"
         "            self.release(shared, stage, lane)\n            for i in", schedules,
     ),
 }  # fmt: skip
-BY_DAY = ("neighbours_keys", "the_inverse_itself")
+BY_DAY = ("neighbours_keys", "the_inverse_itself", "drafts_are_for_good", "T_not_awaited")
 
 
 @pytest.mark.mutants

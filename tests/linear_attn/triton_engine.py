@@ -101,7 +101,7 @@ DELTA_STEP = Runner(
             "inner_ring_ptr",
             "out_ptr",
         ),
-        "advance_kernel": ("grid_ptr", "length_ptr", "made_ptr"),
+        "advance_kernel": ("grid_ptr", "length_ptr", "made_ptr", "rounded_at_ptr"),
     },
     files=("kernel", "kernel_delta", "kernel_delta_step", "delta", "delta_step"),
 )

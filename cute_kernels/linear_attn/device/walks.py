@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 #: Rows of a chunk: config's DELTA_CHUNK, which a launcher checks.
 ROWS = 64
+#: Rows of a block of a chunk: config's DELTA_BLOCK.
+BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,12 @@ class DeltaConfig:
 @dataclass(frozen=True)
 class DeltaGradientConfig(DeltaConfig):
     """One of its backward: whether gradients of states go out and come in."""
+
+
+@dataclass(frozen=True)
+class DeltaStepConfig:
+    """One compiled kernel of decoding: K, V, and the dtype of β of new rows."""
+
+    keys: int
+    values: int
+    beta: str

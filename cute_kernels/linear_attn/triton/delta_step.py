@@ -35,17 +35,32 @@ def delta_step(
     g, beta = (contiguous(NAME, name, t, "no gaps") for name, t in (("g", g), ("beta", beta)))
     heads = v.shape[1]
     count = len(v) // length if offsets is None else len(offsets) - 1
-    numbers = (t if t is None else t.contiguous() for t in (offsets, slots))
-    places = *numbers, record.grid, record.length, record.made
+    offsets, slots = (t if t is None else t.contiguous() for t in (offsets, slots))
     values = v.shape[2]
     columns = min(values, TRITON.step_columns)
-    options = {"enable_fp_fusion": TRITON.fp_fusion}
     with torch.cuda.device(q.device):
         kernels.step_kernel[(count, heads, values // columns)](
-            q, k, v, g, beta, *places, *record.tensors, *record.derived, out, length,
-            record.drafts, scale,
+            q, k, v, g, beta, offsets, slots, record.grid, record.length, record.made,
+            *record.tensors, *record.derived, out, length, record.drafts, scale,
             *(s for t in (q, k, v) for s in t.stride()[:2]),
             R=record.rows, HV=heads, GROUP=heads // k.shape[1], K=k.shape[2], V=values,
-            COLUMNS=columns, UPCAST=interpret, **options, num_warps=TRITON.step_warps,
+            COLUMNS=columns, UPCAST=interpret, enable_fp_fusion=TRITON.fp_fusion,
+            num_warps=TRITON.step_warps,
         )  # fmt: skip
-        kernels.advance_kernel[(count,)](*places, length, record.drafts, **options, num_warps=1)
+    advance(count, length, offsets, slots, record, rounded=False)
+
+
+def advance(
+    count: int,
+    length: int,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    record: DeltaRecord,
+    rounded: bool,
+) -> None:
+    """Count the new rows of ``count`` sequences; rounded: whether the step kept that of states."""
+    with torch.cuda.device(record.grid.device):
+        kernels.advance_kernel[(count,)](
+            offsets, slots, record.grid, record.length, record.made, record.rounded_at, length,
+            record.drafts, ROUNDED=rounded, enable_fp_fusion=TRITON.fp_fusion, num_warps=1,
+        )  # fmt: skip

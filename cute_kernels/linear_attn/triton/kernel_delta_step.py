@@ -212,8 +212,11 @@ def step_kernel(
 
 
 @triton.jit(do_not_specialize=["LENGTH", "DRAFTS"])
-def advance_kernel(offsets_ptr, slots_ptr, grid_ptr, length_ptr, made_ptr, LENGTH, DRAFTS):
-    """grid, length and made of a sequence behind its new rows."""
+def advance_kernel(
+    offsets_ptr, slots_ptr, grid_ptr, length_ptr, made_ptr, rounded_at_ptr, LENGTH, DRAFTS,
+    ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """The counters of a sequence behind its new rows."""
     sequence = tl.program_id(0).to(tl.int64)
     count = tl.zeros_like(sequence) + LENGTH
     if offsets_ptr is not None:
@@ -228,3 +231,4 @@ def advance_kernel(offsets_ptr, slots_ptr, grid_ptr, length_ptr, made_ptr, LENGT
     tl.store(made_ptr + slot, length)
     moved = tl.maximum(length - base - DRAFTS, 0) // CHUNK * CHUNK
     tl.store(grid_ptr + slot, base + moved)
+    tl.store(rounded_at_ptr + slot, base + moved + 1 if ROUNDED else 0)

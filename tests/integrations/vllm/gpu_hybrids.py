@@ -79,7 +79,11 @@ def save(name: str) -> None:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": VOCAB}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = getattr(transformers, f"{hybrid.kind}Config")(
-        **sizes, **ends, initializer_range=2 / width**0.5, **hybrid.options
+        max_position_embeddings=8192,
+        **sizes,
+        **ends,
+        initializer_range=2 / width**0.5,
+        **hybrid.options,
     )
     torch.manual_seed(0)
     with torch.device(DEVICE):
