@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/rowwise": (2531, "parameters of kernels one on a line"),
     "cute_kernels/runtime": (3473, "checks, and Triton tiles of gemm, moe and attention, once"),
     "cute_kernels/sparse_attn": (13444, ""),
-    "docs": (60178, ""),
+    "docs": (60278, ""),
     "perf": (13525, ""),
     "ptxsim": (6366, ""),
     "schedulers": (5883, ""),
