@@ -280,8 +280,9 @@ class RowsOp:
 
     def _backward(self, ctx, d_out, *others):
         count = self._count
-        operands = self.operands(*ctx.saved_tensors[:count])
-        offsets, *saved = ctx.saved_tensors[count:]
+        tensors = ctx.saved_tensors  # once: an activation checkpoint hands them out no second time
+        operands = self.operands(*tensors[:count])
+        offsets, *saved = tensors[count:]
         refuse_double(self.public_of(operands))
         if d_out is None:
             d_out = torch.zeros_like(self.like(operands))
