@@ -59,6 +59,7 @@ BOUNDS = {
     "(self.config.value_dim // columns, mV.shape[2], rows.mO.shape[0])": _shared_keys,
     "(*self.cluster, clusters)": lambda: SMS,
     "(1, 1, ctas)": lambda: SMS,
+    "(sequences, mV.shape[1], 1)": lambda: MAX_HEADS,
     # v heads, and parts of V.
     **dict.fromkeys(
         (
@@ -175,7 +176,7 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
         delta.delta_rule(*by_channel, v[0], None, saved)
         gradients = DeltaGradients(*[None] * 6)
         delta_backward.delta_rule_backward(v[0], None, *by_channel, saved, gradients)
-        record = DeltaRecord((v,) * 5, (v,) * 3, *(decay,) * 3, 64, 0)
+        record = DeltaRecord((v,) * 5, (v,) * 3, v, *(decay,) * 4, 64, 0)
         delta_step.delta_step(rule[0], 1, None, None, 1.0, v[0], record)
         x, A = _meta(1, wide, MAX_HEADS, 64), decay[0]
         scan = StateSpace(x[0], decay, A, v[0], v[0], x[0, 0], None, A, None), rule[1]

@@ -186,9 +186,7 @@ def chunk_gated_delta_rule(
         g, beta, and for the states and their gradients: in batches, packs and parts cut at
         multiples of 64.  ``schedule_invariant`` on GPUs.  dA_log and d_dt_bias are summed by chunks
         of 64 rows of a sequence, added one by one: ``split_invariant`` into the main_grads for
-        micro-batches cut between sequences.
-
-    `fused_recurrent_gated_delta_rule` is this function: one op takes any number of rows.
+        micro-batches cut between sequences.  `fused_recurrent_gated_delta_rule` has the same bytes.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError,
@@ -216,7 +214,43 @@ def chunk_gated_delta_rule(
     return op_delta.normed_and_gated(operands, False, cu_seqlens, scale, flags, gate)
 
 
-fused_recurrent_gated_delta_rule = chunk_gated_delta_rule
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_gated_delta_rule` under the name of single rows: one op, with the same bytes.
+
+    Args, Returns, Guarantees, Raises: as `chunk_gated_delta_rule`.
+
+    Source: the interface of flash-linear-attention 0.6.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 3, 2, 16) for _ in "qkv")
+        >>> gates = -torch.rand(1, 3, 2), torch.rand(1, 3, 2)
+        >>> rows, _ = ck.fused_recurrent_gated_delta_rule(q, k, v, *gates)
+        >>> bool((rows == ck.chunk_gated_delta_rule(q, k, v, *gates)[0]).all())
+        True
+    """
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+        A_log_main_grad=A_log_main_grad, dt_bias_main_grad=dt_bias_main_grad, **others,
+    )  # fmt: skip
 
 
 def chunk_kda(
@@ -261,7 +295,7 @@ def chunk_kda(
     Returns:
         (o [B, T, HV, V] of the dtype of q, final_state [sequences, HV, K, V] in fp32 or None).
 
-    Guarantees, Raises: as `chunk_gated_delta_rule`.  `fused_recurrent_kda` is this function.
+    Guarantees, Raises: as `chunk_gated_delta_rule`.  `fused_recurrent_kda` has the same bytes.
 
     Source: Kimi Team, "Kimi Linear", 2025, equation 1; the interface of flash-linear-attention 0.6.
 
@@ -283,7 +317,45 @@ def chunk_kda(
     return op_delta.normed_and_gated(operands, True, cu_seqlens, scale, flags, gate, lower_bound)
 
 
-fused_recurrent_kda = chunk_kda
+def fused_recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    A_log_main_grad: torch.Tensor | None = None,
+    dt_bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_kda` under the name of single rows: one op, with the same bytes.
+
+    Args, Returns, Guarantees, Raises: as `chunk_kda`.
+
+    Source: the interface of flash-linear-attention 0.6.
+
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 3, 2, 16) for _ in "qkvg")
+        >>> gates = -g.abs(), torch.rand(1, 3, 2)
+        >>> rows, _ = ck.fused_recurrent_kda(q, k, v, *gates)
+        >>> bool((rows == ck.chunk_kda(q, k, v, *gates)[0]).all())
+        True
+    """
+    return chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound, A_log_main_grad=A_log_main_grad,
+        dt_bias_main_grad=dt_bias_main_grad, **others,
+    )  # fmt: skip
 
 
 def mamba_chunk_scan_combined(

@@ -81,9 +81,18 @@ def check_values(case: Case, norm: bool = False, gate: tuple = (), bound=None) -
 PACK = Case((5, 0, 66, 1, 130), behind=3)
 
 
-def test_both_names_are_one_op():
-    assert ck.fused_recurrent_gated_delta_rule is ck.chunk_gated_delta_rule
-    assert ck.fused_recurrent_kda is ck.chunk_kda
+@pytest.mark.parametrize(
+    ("case", "name", "other"),
+    [
+        (CASES["batch"], "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+        (CHANNELS["channels"], "chunk_kda", "fused_recurrent_kda"),
+    ],
+    ids=["gated_delta_rule", "kda"],
+)
+def test_both_names_are_one_op(monkeypatch, case, name, other):
+    want = run(case, operands(case))
+    monkeypatch.setattr(ck, name, getattr(ck, other))
+    assert same(run(case, operands(case)), want)
 
 
 def test_a_gate_by_channel_of_equal_channels_is_one_of_a_head():
