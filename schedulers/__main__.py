@@ -1,4 +1,4 @@
-"""What each order of work of a mask takes by the model, on any machine.
+"""Model time of each order of work of a mask, on any machine.
 
 python -m cute_kernels.schedulers --mask sliding_window:1024 --seqlen 8192 --heads 16
 """

@@ -79,16 +79,13 @@ class LayerCache:
         """
         from .api import causal_conv1d_fn
 
-        tail = self.width - 1
         if weight.shape[1] != self.width:
             raise ArgumentValueError(expected("weight", f"width {self.width}", weight.shape[1]))
         self._check("x", x.mT, cu_seqlens, slots)
         pieces = pieces_of(x.mT, cu_seqlens)
         slot = self._slots(pieces, slots)
         start = self.conv_length[slot]
-        before = start[:, None] + torch.arange(-tail, 0, device=x.device)
-        initial = self._conv.read(slot[:, None], before).to(x.dtype)
-        initial = torch.where((before < 0)[..., None], 0, initial).mT
+        initial = self._last_inputs(slot).to(x.dtype).mT
         out = causal_conv1d_fn(
             x, weight, bias, initial, activation=activation, cu_seqlens=cu_seqlens
         )
@@ -105,10 +102,7 @@ class LayerCache:
 
         Inputs of the convolution [S, taps - 1, D], the last ones; states [S, heads, ...].
         """
-        last = torch.arange(1 - self.width, 0, device=slots.device)
-        position = self.conv_length[slots][:, None] + last
-        inputs = self._conv.read(slots[:, None], position)
-        return torch.where((position < 0)[..., None], 0, inputs), self.state[slots]
+        return self._last_inputs(slots), self.state[slots]
 
     def resume(
         self, slots: torch.Tensor, length: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor
@@ -117,11 +111,20 @@ class LayerCache:
         for counter in (self.grid, self.length, self.conv_length):
             counter[slots] = length
         self.state[slots] = state.view(len(slots), *self.state.shape[1:])
-        tail = self.width - 1
-        position = (length[:, None] + torch.arange(-tail, 0, device=slots.device)).flatten()
+        position = self._tail(length).flatten()
         rows = inputs.reshape(len(position), -1)
-        self._conv.write(slots.repeat_interleave(tail), position, position >= 0, rows)
+        self._conv.write(slots.repeat_interleave(self.width - 1), position, position >= 0, rows)
         self._goes_on(slots, length)
+
+    def _tail(self, length: torch.Tensor) -> torch.Tensor:
+        """Positions [S, taps - 1] of the last inputs of ``length`` [S] rows."""
+        return length[:, None] + torch.arange(1 - self.width, 0, device=length.device)
+
+    def _last_inputs(self, slots: torch.Tensor) -> torch.Tensor:
+        """The last inputs of the convolution [S, taps - 1, D]; 0 before the first one."""
+        position = self._tail(self.conv_length[slots])
+        inputs = self._conv.read(slots[:, None], position)
+        return torch.where((position < 0)[..., None], 0, inputs)
 
     def _extend(
         self,

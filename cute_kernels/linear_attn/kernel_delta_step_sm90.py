@@ -118,10 +118,10 @@ class DeltaStepSm90(StepParts):
         cute.arch.sync_threads()
         total = shared.sPlace[PLACE.index("total")]
         step = self.step(*work, cutlass.Int32(0))
-        kept = self.state(record.mState, record.mRounded, step.slot, step)
+        state = self.state(record.mState, record.mRounded, step.slot, step)
         if shared.sPlace[PLACE.index("rounded")] == 0:
-            self.round_state(step, kept)
-        exact, rounded = kept.exact, kept.rounded
+            self.round_state(step, state)
+        exact, rounded = state.exact, state.rounded
         for start in cutlass.range(0, total, ROWS, unroll=1):
             step = self.step(*work, start)
             begin = cutlass.max(step.made, 0) // BLOCK
@@ -206,34 +206,6 @@ class DeltaStepSm90(StepParts):
         )
 
     # ---- loads of a chunk ------------------------------------------------------------------------
-
-    def vectors(
-        self, step: Step, rows: int, columns: int
-    ) -> list[tuple[cutlass.Int32, cutlass.Int32]]:
-        """(row, vector) of a thread's shares of 16 bytes of a tile."""
-        in_row, thread = columns // 8, 32 * step.lane.warp + step.lane.index
-        shares = [i * self.threads + thread for i in range(rows * in_row // self.threads)]
-        return [(share // in_row, share % in_row) for share in shares]
-
-    def vector_of(self, tile: cute.Tensor, row: cutlass.Int32, number: cutlass.Int32):
-        """16 bytes of a row of a tile of shared memory."""
-        pointer = tile.iterator + (row * tile.stride[0] + 8 * number)
-        pointer = cute.make_ptr(
-            cutlass.Int32, pointer.toint(), cute.AddressSpace.smem, assumed_align=16
-        )
-        return cute.make_tensor(pointer, cute.make_layout(4))
-
-    def fetch(self, source: cutlass.Int64, target: cute.Tensor, there: cutlass.Boolean):
-        """Copy 16 bytes to shared memory, asynchronously; zeros where they are not there."""
-        count = cutlass.Int32(there) * 16
-        cute.arch.inline_ptx(
-            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-            read_only_args=[target.iterator.toint(), source, count],
-        )
-
-    def put(self, source: cute.Tensor, target: cute.Tensor):
-        """Store 16 bytes of shared memory."""
-        cute.recast_tensor(target, cutlass.Int32).store(source.load())
 
     @cute.jit
     def fetch_chunk(self, step: Step, begin: cutlass.Int32):
@@ -366,16 +338,16 @@ class DeltaStepSm90(StepParts):
         """A lane's columns of v of row i, or of the last row; keep those of a new one."""
         column = step.lane.column
         i = cutlass.min(i, step.total - 1)
-        kept = self.ring_columns(step.record.mV, step, i)
+        row = self.ring_columns(step.record.mV, step, i)
         new = self.new_row(step.operands.mV, step, i, step.head, column, LANE_COLUMNS)
         address = new.iterator.toint()
         if i < step.opened:
-            address = kept.iterator.toint()
+            address = row.iterator.toint()
         pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=8)
         rV = cute.make_rmem_tensor(cute.make_layout(LANE_COLUMNS), self.dtype)
         rV.store(cute.make_tensor(pointer, rV.layout).load())
         if i >= step.opened:
-            kept.store(rV.load())
+            row.store(rV.load())
         return rV
 
     @cute.jit

@@ -97,16 +97,16 @@ class RowsOp:
         return (self.empty(self.like(operands)),)
 
     def inputs(self, operands, offsets, options) -> tuple:
-        """What launchers of both passes read of the arguments."""
+        """Arguments of the launchers of both passes."""
         sequences = sequences_of(*self.sizes(operands[0]), offsets)
         return self.rows_of(operands), sequences, *options
 
     def outputs(self, results, options) -> tuple:
-        """What a forward writes."""
+        """Results, as the launcher of a forward takes them."""
         return (self.rows(results[0]),)
 
     def saved_rows(self, saved) -> tuple:
-        """What a backward reads of what was saved."""
+        """Saved tensors, as the launcher of a backward takes them."""
         return ()
 
     # ---- the ops ---------------------------------------------------------------------------------

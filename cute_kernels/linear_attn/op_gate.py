@@ -28,10 +28,6 @@ from .tensors import Gate
 _PUBLIC = "chunk_gated_delta_rule"
 
 
-def _dense(like: torch.Tensor, *_) -> torch.Tensor:
-    return like.new_empty(like.shape)
-
-
 # ---- l2norm --------------------------------------------------------------------------------------
 
 register("l2norm", _PUBLIC, launched_by("gate:l2norm*", "cpu_gate:l2norm*"))

@@ -243,7 +243,7 @@ def _differentiate_documents(documents, dout, dlse, q, k, v, out, lse, *options)
 
 
 def _keys_device(q: Tensor) -> torch.device:
-    """Where bounds for ``q`` are read: by kernels on its device, or by the host."""
+    """Device that reads bounds for ``q``: its own, by kernels, or the host."""
     return q.device if reads_keys_on_device(str(q.device)) else torch.device("cpu")
 
 

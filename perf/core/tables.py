@@ -122,7 +122,7 @@ def field_of(name: str, system: str = "ours") -> Value:
 
 @dataclass(frozen=True)
 class Target:
-    """What every case that was measured has to reach.
+    """A bound that each measured case has to reach.
 
     share: Whether values are fractions of a copy, not ratios to a rival.
     """

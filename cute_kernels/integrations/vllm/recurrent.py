@@ -114,7 +114,7 @@ class Backend(AttentionBackend):
 
 
 class Recurrent(StatefulLayer):
-    """What both kinds of layers share.
+    """A layer with a state, of either kind.
 
     heads, sizes: As `ck.LinearAttentionCache` has them.
     """
@@ -146,7 +146,7 @@ class Recurrent(StatefulLayer):
 
     @staticmethod
     def parts(mixer: exchange.ContractPart) -> Parts:
-        """Return what a contract says of it beside its norm."""
+        """Return the parts of a contract for this layer, without its norm."""
         return mixer, exchange.activation_part("silu")
 
     @property
@@ -160,7 +160,7 @@ class Recurrent(StatefulLayer):
         return self.A_log.to(self.dt_bias.dtype)
 
     def mix(self, *rows: torch.Tensor) -> torch.Tensor:
-        """What the rule gives for rows [T, ...] of this pass: [T, heads, ...]."""
+        """Run the rule on rows [T, ...] of this pass: [T, heads, ...]."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # a pass that measures memory
             return rows[0].new_zeros(len(rows[0]), self.heads[1], self.sizes[1])
@@ -251,7 +251,7 @@ class Scan(Recurrent, MambaMixer2):
 
     @property
     def A_log(self) -> torch.Tensor:
-        """What `A` was loaded with."""
+        """The parameter that vLLM calls `A`: the checkpoint's A_log is loaded into it."""
         return self.A
 
     @property

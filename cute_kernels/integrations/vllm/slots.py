@@ -65,11 +65,11 @@ class Slots:
         layers = {n: layer for n, layer in context.items() if isinstance(layer, StatefulLayer)}
         if not layers:
             return None
-        kept = vars(next(iter(layers.values())))
-        if _SLOTS not in kept:
+        attributes = vars(next(iter(layers.values())))
+        if _SLOTS not in attributes:
             requests = vllm_config.scheduler_config.max_num_seqs
-            kept[_SLOTS] = Slots(layers, requests, requests + spare_slots(vllm_config))
-        return kept[_SLOTS]
+            attributes[_SLOTS] = Slots(layers, requests, requests + spare_slots(vllm_config))
+        return attributes[_SLOTS]
 
     def bind(self, kv_cache_config: object, block_size: int | None) -> None:
         """Learn the groups of vLLM's cache.
@@ -147,8 +147,8 @@ class Slots:
         if not ends:
             return
         for layer, slots, pages in self._each(ends):
-            for page, kept in zip(layer.kv_cache, layer.cache[0].boundary(slots), strict=True):
-                page[pages] = kept.to(page.dtype).view(len(kept), *page.shape[1:])
+            for page, part in zip(layer.kv_cache, layer.cache[0].boundary(slots), strict=True):
+                page[pages] = part.to(page.dtype).view(len(part), *page.shape[1:])
 
     def _load(self, begun: list[Boundary]) -> None:
         """Begin sequences: from nothing, or from the states at their lengths."""
@@ -156,11 +156,11 @@ class Slots:
         slots = torch.tensor([b.slot for b in begun], device=device)
         for layer in self.layers.values():
             layer.cache.reset(slots)
-        behind = [b for b in begun if b.length]
-        if not behind:
+        resumed = [b for b in begun if b.length]
+        if not resumed:
             return
-        lengths = torch.tensor([b.length for b in behind], device=device)
-        for layer, slots, pages in self._each(behind):
+        lengths = torch.tensor([b.length for b in resumed], device=device)
+        for layer, slots, pages in self._each(resumed):
             tail, state = (page[pages] for page in layer.kv_cache)
             layer.cache[0].resume(slots, lengths, tail, state)
 
@@ -215,7 +215,9 @@ def watch(worker: type) -> None:
 
     @functools.wraps(execute)
     def execute_model(self, scheduler_output, *args, **kwargs):
-        slots = Slots.of(self.vllm_config)
+        if not hasattr(self, _SLOTS):  # the first step
+            setattr(self, _SLOTS, Slots.of(self.vllm_config))
+        slots = getattr(self, _SLOTS)
         if slots is None:
             return execute(self, scheduler_output, *args, **kwargs)
         if slots._of_block is None:

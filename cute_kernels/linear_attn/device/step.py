@@ -59,7 +59,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Counters:
-    """Where sequences begin, their slots, and the counters of slots."""
+    """First rows of sequences, their slots, and the counters of slots."""
 
     mOffsets: cute.Tensor
     mSlots: cute.Tensor
@@ -211,6 +211,34 @@ class StepParts:
             storage.sBeta.get_tensor(cute.make_layout(ROWS)),
             storage.sPlace.get_tensor(cute.make_layout(len(PLACE))),
         )
+
+    def vectors(
+        self, step: Step, rows: int, columns: int
+    ) -> list[tuple[cutlass.Int32, cutlass.Int32]]:
+        """(row, vector) of a thread's shares of 16 bytes of a tile."""
+        in_row, thread = columns // 8, 32 * step.lane.warp + step.lane.index
+        shares = [i * self.threads + thread for i in range(rows * in_row // self.threads)]
+        return [(share // in_row, share % in_row) for share in shares]
+
+    def vector_of(self, tile: cute.Tensor, row: cutlass.Int32, number: cutlass.Int32):
+        """16 bytes of a row of a tile of shared memory."""
+        pointer = tile.iterator + (row * tile.stride[0] + 8 * number)
+        pointer = cute.make_ptr(
+            cutlass.Int32, pointer.toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        return cute.make_tensor(pointer, cute.make_layout(4))
+
+    def fetch(self, source: cutlass.Int64, target: cute.Tensor, there: cutlass.Boolean):
+        """Copy 16 bytes to shared memory, asynchronously; zeros where they are not there."""
+        count = cutlass.Int32(there) * 16
+        cute.arch.inline_ptx(
+            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+            read_only_args=[target.iterator.toint(), source, count],
+        )
+
+    def put(self, source: cute.Tensor, target: cute.Tensor):
+        """Store 16 bytes of shared memory."""
+        cute.recast_tensor(target, cutlass.Int32).store(source.load())
 
     # ---- global memory ---------------------------------------------------------------------------
 

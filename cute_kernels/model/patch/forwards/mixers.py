@@ -140,7 +140,7 @@ def mixer_of(cls: type) -> Mixer | None:
 
 
 class Rule(NamedTuple):
-    """What a kind of mixers computes, and what our ops need to know of a mixer.
+    """The recurrence of a kind of mixers, and what our ops need to know of a mixer.
 
     inputs: (a mixer, hidden states) -> (rows of the rule, input of its norm's gate; None: no norm).
     cache: Constructor of a record.  sizes: Its heads and sizes, (groups, heads) and (K, V).
